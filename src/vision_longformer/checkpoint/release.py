@@ -1,0 +1,2 @@
+"""stub while writing"""
+def load_release(*a, **k): raise NotImplementedError

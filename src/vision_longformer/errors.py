@@ -1,0 +1,31 @@
+"""Errors that say what was wrong and what would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class CheckpointError(ValueError):
+    """A checkpoint could not be read or does not fit; nothing was loaded."""
+
+
+def unknown_name(what: str, value: object, choices: Iterable[str]) -> ValueError:
+    """The error for a name that is not one of ``choices``, with the nearest ones suggested."""
+    names = sorted(choices)
+    near = get_close_matches(str(value), names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"choose from {', '.join(names[:40])}"
+    return ValueError(f"unknown {what} {value!r}; {hint}")
+
+
+def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
+    """Raise :func:`unknown_name` unless ``value`` is one of ``choices``."""
+    choices = tuple(choices)
+    if value not in choices:
+        raise unknown_name(what, value, choices)
+
+
+def check_at_least(what: str, value: object, least: int) -> None:
+    """Raise unless ``value`` is a whole number of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{what} is {value!r}; it must be a whole number of at least {least}")

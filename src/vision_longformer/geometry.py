@@ -1,0 +1,178 @@
+"""The only place for 2-D index arithmetic: grids, chunks, neighbours, window rules, relative offsets.
+
+A map of tokens is cut into chunks of w×w, padded at the bottom and right to whole chunks. A query sees keys of its own
+chunk and the eight around it. Everything separates into rows and columns, so each table here is built by broadcasting
+two small per-axis tables; nothing loops over tokens.
+
+Blocks 0..8 are the nine chunks around a query, row by row, 4 being its own. Neighbours 1..8 are the same without 4::
+
+    block      0 1 2     neighbour  1 2 3
+               3 4 5                4 · 5
+               6 7 8                6 7 8
+
+Unwrapped coordinates: a key of block row d (-1, 0, 1) seen from chunk row c lies at ``(c + d) * w + j``. Its relative
+offset to a query, ``query - key``, is in ``-(2w-1) .. 2w-1``, hence bias tables of (4w-1)×(4w-1).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+RULES = ("chunk", "exact", "cyclic", "cyclic_release")
+"""Which keys of the nine blocks count.
+
+- ``chunk``: every key inside the map (sliding chunk without padding, the paper's default);
+- ``exact``: additionally at most w away along each axis, a (2w+1)² window;
+- ``cyclic``: blocks beyond the border wrap around to the other side; with few chunks the same key appears several
+  times, each time with its own offset;
+- ``cyclic_release``: as ``cyclic``, but zero padding reached by wrapping is attended to, as in the authors' release.
+"""
+
+BLOCKS = tuple((row, column) for row in (-1, 0, 1) for column in (-1, 0, 1))
+SELF_BLOCK = 4
+
+
+class Grid(NamedTuple):
+    """Height and width of a map of tokens, stored row by row."""
+
+    height: int
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        return self.height * self.width
+
+    def reduced(self, patch: int, *, pad: bool) -> Grid:
+        """The grid after patches of ``patch``×``patch``, the rest padded or dropped."""
+        extra = patch - 1 if pad else 0
+        return Grid((self.height + extra) // patch, (self.width + extra) // patch)
+
+    def chunks(self, window: int) -> Grid:
+        """The grid of chunks that covers this grid."""
+        return self.reduced(window, pad=True)
+
+
+def is_cyclic(rule: str) -> bool:
+    return rule.startswith("cyclic")
+
+
+def neighbour_block(neighbour: Tensor) -> Tensor:
+    """The block of each neighbour 1..8."""
+    return neighbour - (neighbour <= SELF_BLOCK).to(neighbour.dtype)
+
+
+def axis_blocks(chunks: int, rule: str) -> tuple[int, ...]:
+    """Which of the offsets -1, 0, 1 can hold a key at all, for an axis of so many chunks."""
+    return (-1, 0, 1) if chunks > 1 or is_cyclic(rule) else (0,)
+
+
+def present_blocks(chunks: Grid, rule: str) -> list[int]:
+    """The blocks that can hold a key for some chunk of the map, in order."""
+    rows, columns = axis_blocks(chunks.height, rule), axis_blocks(chunks.width, rule)
+    return [index for index, (row, column) in enumerate(BLOCKS) if row in rows and column in columns]
+
+
+def covers_map(grid: Grid, window: int) -> bool:
+    """Whether the nine blocks of every chunk hold the whole map, so that rule ``chunk`` is full attention."""
+    return max(grid.chunks(window)) <= 2
+
+
+class ChunkTables(NamedTuple):
+    """Index tables of the nine blocks, for a map of M chunks.
+
+    ``source`` (9, M): the chunk that block b of chunk m is; ``valid`` (9, M, w²): whether its keys count.
+    """
+
+    source: Tensor
+    valid: Tensor
+
+
+def chunk_tables(grid: Grid, window: int, rule: str, device: torch.device) -> ChunkTables:
+    """The tables of :class:`ChunkTables`, kept from call to call in eager mode."""
+    if torch.compiler.is_compiling():
+        return _chunk_tables(grid, window, rule, device)
+    return _cached_chunk_tables(grid, window, rule, device)
+
+
+def _chunk_tables(grid: Grid, window: int, rule: str, device: torch.device) -> ChunkTables:
+    chunks = grid.chunks(window)
+    rows, row_valid = _axis_tables(grid.height, chunks.height, window, rule, device)
+    columns, column_valid = _axis_tables(grid.width, chunks.width, window, rule, device)
+    source = rows[:, None, :, None] * chunks.width + columns[None, :, None, :]
+    valid = row_valid[:, None, :, None, :, None] & column_valid[None, :, None, :, None, :]
+    return ChunkTables(source.reshape(9, -1), valid.reshape(9, chunks.tokens, window * window))
+
+
+_cached_chunk_tables = lru_cache(maxsize=64)(_chunk_tables)
+
+
+def _axis_tables(length: int, chunks: int, window: int, rule: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Per axis: the source chunk (3, chunks) of each block and the validity (3, chunks, w) of its keys."""
+    unwrapped = torch.arange(-1, 2, device=device)[:, None] + torch.arange(chunks, device=device)
+    source = unwrapped.remainder(chunks)
+    inside = source[..., None] * window + torch.arange(window, device=device) < length
+    wrapped = (unwrapped != source)[..., None]
+    if rule == "cyclic":
+        return source, inside
+    if rule == "cyclic_release":
+        return source, inside | wrapped
+    return source, inside & ~wrapped
+
+
+def block_offsets(window: int, device: torch.device) -> Tensor:
+    """Offsets query − key along one axis, (3, w, w): block -1..1, query in its chunk, key in its chunk."""
+    inner = torch.arange(window, device=device)
+    block = torch.arange(-1, 2, device=device) * window
+    return inner[None, :, None] - block[:, None, None] - inner
+
+
+def map_offsets(length: int, device: torch.device) -> Tensor:
+    """Offsets query − key along one axis of a whole map, (length, length)."""
+    positions = torch.arange(length, device=device)
+    return positions[:, None] - positions
+
+
+class AxisWindow(NamedTuple):
+    """One axis of the ``exact`` rule, for every query position and each of its 2w+1 keys, all (length, 2w+1).
+
+    ``inside``: whether the key is in the map; ``block``: its block offset, -1, 0 or 1 (without dilation).
+    """
+
+    inside: Tensor
+    block: Tensor
+
+
+def axis_window(length: int, window: int, dilation: int, device: torch.device) -> AxisWindow:
+    """Keys ``-w..w`` steps of ``dilation`` away from each query of one axis."""
+    query = torch.arange(length, device=device)[:, None]
+    key = query + window_steps(window, device) * dilation
+    block = torch.div(key, window, rounding_mode="floor") - torch.div(query, window, rounding_mode="floor")
+    return AxisWindow((key >= 0) & (key < length), block)
+
+
+def window_steps(window: int, device: torch.device) -> Tensor:
+    """Steps key − query of a window along one axis, ``-w..w``."""
+    return torch.arange(-window, window + 1, device=device)
+
+
+def table_lookup(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Entries of an offset-centred ``table`` (heads, R, C) for all pairs of row and column offsets.
+
+    Offsets beyond the table take its nearest entry, so that a table serves any map size.
+    Returns (heads, *rows.shape, *columns.shape).
+    """
+    height, width = table.shape[1:]
+    row_index = (rows + height // 2).clamp(0, height - 1).flatten()
+    column_index = (columns + width // 2).clamp(0, width - 1).flatten()
+    entries = table.index_select(1, row_index).index_select(2, column_index)
+    return entries.view(-1, *rows.shape, *columns.shape)
+
+
+def map_bias(table: Tensor, grid: Grid) -> Tensor:
+    """Relative bias of all pairs of tokens of a map, (heads, N, N), from a table (heads, R, C)."""
+    rows, columns = map_offsets(grid.height, table.device), map_offsets(grid.width, table.device)
+    return table_lookup(table, rows, columns).transpose(2, 3).reshape(-1, grid.tokens, grid.tokens)
