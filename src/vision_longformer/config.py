@@ -160,6 +160,7 @@ class ModelConfig:
     """A whole classifier; the names of timm's arguments where timm has one.
 
     - ``img_size``: the size the position tables are made for; other sizes run too.
+    - ``qk_scale``: of the attention scores; ``head_dim ** -0.5`` if None. (Performer has none.)
     - ``patch_remainder``: when a map is not a multiple of the patch, ``"pad"`` it bottom and right, so that cell
       ``(i, j)`` of a map of stride ``s`` covers pixels ``[i*s, (i+1)*s) × [j*s, (j+1)*s)``, or ``"drop"`` the rest.
     - ``neighbours``: what local attention sees in training (``"random"``: itself and one neighbour chunk, drawn per
@@ -175,6 +176,7 @@ class ModelConfig:
     global_pool: str = "avg"
     norm_embed: bool = True
     qkv_bias: bool = True
+    qk_scale: float | None = None
     mlp_ratio: float = 4.0
     drop_rate: float = 0.0
     drop_path_rate: float = 0.0

@@ -98,13 +98,14 @@ class AbsolutePosition1d(nn.Module):
 class RelativeBias(nn.Module):
     """Trainable biases of the scores: one per offset between local tokens, one per pair with a global token.
 
-    ``shape`` is the table's (R, C). ``given`` adds one entry that all tokens given by the caller share.
+    ``shape`` is the offset table's (R, C), or None where local tokens don't see one another. ``given`` adds one entry that all tokens given by the caller share.
     """
 
-    def __init__(self, heads: int, shape: tuple[int, int], global_tokens: int, *, given: bool) -> None:
+    def __init__(self, heads: int, shape: tuple[int, int] | None, global_tokens: int, *, given: bool) -> None:
         super().__init__()
         self.own, self.given = global_tokens, given
-        self.table = small_normal(heads, *shape)
+        if shape is not None:
+            self.table = small_normal(heads, *shape)
         entries = global_tokens + given
         if entries:
             self.local_to_global = small_normal(heads, entries)

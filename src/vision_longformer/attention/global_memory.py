@@ -32,7 +32,7 @@ class GlobalMemoryAttention(GlobalRows):
         if global_tokens == 0:
             raise ValueError("global_memory attention needs global_tokens of at least 1: they are all the keys it has")
         super().__init__(dim, heads, separate=not options.share_weights, qkv_bias=qkv_bias, scale=scale)
-        self.bias = RelativeBias(heads, (0, 0), global_tokens, given=given) if relative else None
+        self.bias = RelativeBias(heads, None, global_tokens, given=given) if relative else None
         self.bias_local_queries = options.bias_local_queries
 
     def local_rows(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, neighbour: Tensor | None) -> Tensor:

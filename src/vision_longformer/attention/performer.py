@@ -63,7 +63,7 @@ class PerformerAttention(Projections):
         """exp of the random projections less half the squared norm, stabilised by the maximum over ``axes``."""
         projected = x @ features.t()
         half_norm = x.square().sum(-1, keepdim=True) / 2
-        peak = projected.amax(axes, keepdim=True).detach()
+        peak = projected.amax(axes, keepdim=True)
         return features.shape[0] ** -0.5 * ((projected - half_norm - peak).exp() + 1e-4)
 
 

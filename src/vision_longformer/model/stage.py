@@ -41,13 +41,14 @@ class Stage(nn.Module):
         self.drop = nn.Dropout(config.drop_rate)
         self.blocks = nn.ModuleList()
         for rate in drop_path:
-            given = self.given is not None
-            attn = build_attention(stage, grid, qkv_bias=config.qkv_bias, given=given)
+            options = {"qkv_bias": config.qkv_bias, "scale": config.qk_scale, "given": self.given is not None}
+            attn = build_attention(stage, grid, **options)
             if isinstance(attn, LongformerAttention):
                 attn.neighbours = "self" if config.neighbours == "self" else "all"
                 attn.eval_neighbours = config.eval_neighbours
-            options = {"mlp_ratio": config.mlp_ratio, "drop": config.drop_rate, "drop_path": rate}
-            self.blocks.append(Block(stage.dim, attn, **options))
+            self.blocks.append(
+                Block(stage.dim, attn, mlp_ratio=config.mlp_ratio, drop=config.drop_rate, drop_path=rate)
+            )
         self.is_local = stage.attention.kind == "longformer"
         self.grad_checkpointing = False
 
