@@ -172,7 +172,12 @@ EVERY_KIND = [
     Case(rule=rule, neighbours=neighbours, global_tokens=g, grid=(5, 7))
     for rule in RULES
     for neighbours, g in [("all", 0), ("self", 1), *((n, 0) for n in range(1, 9))]
-] + [Case(rule="exact", dilation=2), Case(rule="exact", dilation=(1, 3)), Case(grid=(3, 4)), Case(grid=(1, 1), window=5)]
+] + [
+    Case(rule="exact", dilation=2),
+    Case(rule="exact", dilation=(1, 3)),
+    Case(grid=(3, 4)),
+    Case(grid=(1, 1), window=5),
+]
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
@@ -222,7 +227,7 @@ def test_second_derivatives_are_right_or_refused(implementation: str, rule: str)
     try:
         assert torch.autograd.gradgradcheck(function, tuple(tensors.values()))
     except RuntimeError as error:
-        assert "once_differentiable" in str(error) or "differentiate twice" in str(error)  # noqa: PT017
+        assert "first derivatives only" in str(error) or "no autograd formula" in str(error)  # noqa: PT017
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

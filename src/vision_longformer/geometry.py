@@ -92,8 +92,8 @@ class ChunkTables(NamedTuple):
 
 
 def chunk_tables(grid: Grid, window: int, rule: str, device: torch.device) -> ChunkTables:
-    """The tables of :class:`ChunkTables`, kept from call to call in eager mode."""
-    if torch.compiler.is_compiling():
+    """The tables of :class:`ChunkTables`, kept from call to call in eager mode (of real tensors, not fake ones)."""
+    if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:
         return _chunk_tables(grid, window, rule, device)
     return _cached_chunk_tables(grid, window, rule, device)
 

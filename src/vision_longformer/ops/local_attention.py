@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ..errors import check_at_least, check_choice
 from ..geometry import RULES, Grid
-from . import masked_dense, sliding_chunk, sliding_chunk_autograd, unfold_nn, unfold_tensor, whole_map
+from . import masked_dense, sliding_chunk, sliding_chunk_autograd, tiled, unfold_nn, unfold_tensor, whole_map
 from .spec import LocalSpec
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "whole_map": whole_map,
+    "tiled": tiled,
     "sliding_chunk": sliding_chunk,
     "sliding_chunk_autograd": sliding_chunk_autograd,
     "unfold_tensor": unfold_tensor,
@@ -22,7 +23,7 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 }
 """All implementations; ``auto`` takes the first of :data:`AUTOMATIC` that can run."""
 
-AUTOMATIC = ("whole_map", "sliding_chunk", "unfold_tensor")
+AUTOMATIC = ("whole_map", "tiled", "unfold_tensor")
 
 
 def local_attention(

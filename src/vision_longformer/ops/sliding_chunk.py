@@ -72,6 +72,8 @@ class _SlidingChunk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("sliding_chunk has first derivatives only; for more, use 'sliding_chunk_autograd'")
         q, k, v, global_k, global_v, weights, out, source = ctx.saved_tensors
         grad_out = grads[0]
         global_tokens, size = global_k.shape[3], k.shape[3]

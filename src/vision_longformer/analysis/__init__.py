@@ -1,0 +1,21 @@
+"""What models cost: parameters and multiply-accumulates, as the paper counts them and as they really are."""
+
+from .executed import ExecutedMacs, executed_macs
+from .macs import ModelMacs, paper_macs
+from .parameters import ParameterCount, count_parameters
+from .paper_tables import PaperEntry, paper_entries
+from .report import CostRow, agreement, compare_entry
+
+__all__ = [
+    "CostRow",
+    "ExecutedMacs",
+    "ModelMacs",
+    "PaperEntry",
+    "ParameterCount",
+    "agreement",
+    "compare_entry",
+    "count_parameters",
+    "executed_macs",
+    "paper_entries",
+    "paper_macs",
+]

@@ -1,0 +1,117 @@
+"""Multiply-accumulates that our models really execute, counted by torch on tensors without data.
+
+Matrix products, convolutions and attention kernels count, with global tokens and with the padding that an
+implementation multiplies; elementwise work does not. An operator that torch cannot look into is counted by the formula
+of ``kernels.py`` or by one registered with ``torch.utils.flop_counter.register_flop_formula``; without either it is
+refused, never counted as nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..config import ModelConfig, size_pair
+from ..geometry import Grid
+from ..model import VisionLongformer
+from .kernels import kernel_formulas
+
+TRANSPARENT = ("aten", "prim", "prims")
+"""Operator families that torch's counter knows, or that do no matrix product."""
+
+UNCOUNTED = ("mv", "addmv", "dot", "vdot", "_trilinear", "_int_mm")
+"""Products of the first family that torch's counter takes for nothing."""
+
+
+@dataclass(frozen=True)
+class ExecutedStage:
+    """Of a stage with all its blocks, for one image; ``carried`` is the projection of tokens from the stage before."""
+
+    grid: Grid
+    patch_embedding: int
+    carried: int
+    attention: int
+    mlp: int
+
+    @property
+    def total(self) -> int:
+        return self.patch_embedding + self.carried + self.attention + self.mlp
+
+
+@dataclass(frozen=True)
+class ExecutedMacs:
+    """Of a whole model, for one image."""
+
+    stages: tuple[ExecutedStage, ...]
+    head: int
+
+    @property
+    def total(self) -> int:
+        return sum(stage.total for stage in self.stages) + self.head
+
+
+def executed_macs(
+    config: ModelConfig, size: tuple[int, int] | None = None, implementation: str = "auto"
+) -> ExecutedMacs:
+    """The cost of an image of ``size`` (default: the model's own) in evaluation.
+
+    ``implementation`` of local attention is a name in :data:`~vision_longformer.ops.IMPLEMENTATIONS` or ``"auto"``, the
+    first that takes tensors without data. Weights are float64, to which autocast, unknown to such tensors, never applies.
+    """
+    height, width = size_pair(size or config.img_size)
+    with torch.device("meta"):
+        model = VisionLongformer(config).double().eval()
+        image = torch.empty(1, config.in_chans, height, width, dtype=torch.float64)
+    model.set_attention_implementation(implementation)
+    counter = FlopCounterMode(display=False, custom_mapping=kernel_formulas())
+    with torch.no_grad(), _RefuseUncounted(counter), counter:
+        model(image)
+    return _by_stage(config.grids((height, width)), counter)
+
+
+class _RefuseUncounted(TorchDispatchMode):
+    """Stops at an operator that may do matrix products and has no formula in ``counter``.
+
+    It must be entered before the counter, so that it sees what is left when the counter has taken composite operators
+    apart.
+    """
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        super().__init__()
+        self.formulas = counter.flop_registry
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        packet = func.overloadpacket
+        known = func.namespace in TRANSPARENT and packet.__name__ not in UNCOUNTED
+        if not known and packet not in self.formulas:
+            raise ValueError(
+                f"the cost of {packet} is unknown, so that this model cannot be counted; register a formula with "
+                "torch.utils.flop_counter.register_flop_formula or count with another implementation"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _by_stage(grids: list[Grid], counter: FlopCounterMode) -> ExecutedMacs:
+    """The counter's results by module name, gathered by stage."""
+    root = VisionLongformer.__name__
+    macs = {name: sum(counts.values()) // 2 for name, counts in counter.get_flop_counts().items()}
+    stages = []
+    for index, grid in enumerate(grids):
+        prefix = f"{root}.stages.{index}."
+        own = {name.removeprefix(prefix): count for name, count in macs.items() if name.startswith(prefix)}
+        attention, mlp = (
+            sum(count for name, count in own.items() if name.startswith("blocks.") and name.endswith(part))
+            for part in (".attn", ".mlp")
+        )
+        stages.append(ExecutedStage(grid, own.get("patch_embed", 0), own.get("carry", 0), attention, mlp))
+    result = ExecutedMacs(tuple(stages), macs.get(f"{root}.head", 0))
+    if result.total != counter.get_total_flops() // 2:
+        raise RuntimeError(f"{counter.get_total_flops() // 2 - result.total} MACs were executed outside known modules")
+    return result

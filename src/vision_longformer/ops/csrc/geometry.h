@@ -1,0 +1,85 @@
+// Chunks along one axis of the map, and tiles of chunks that are worked on together.
+#pragma once
+
+#include "problem.h"
+
+namespace vision_longformer {
+namespace VL_LEVEL {
+
+constexpr Index minimum(Index a, Index b) { return a < b ? a : b; }
+constexpr Index maximum(Index a, Index b) { return a > b ? a : b; }
+constexpr Index ceiling(Index a, Index b) { return (a + b - 1) / b; }
+constexpr Index round_up(Index a, Index b) { return ceiling(a, b) * b; }
+
+// The blocks before, at and after a chunk, along one axis: the positions first .. first + stored of the map exist, and
+// `count` positions take part, more than exist only where zero padding is attended to.
+struct AxisBlocks {
+    Index first[3], stored[3], count[3];
+    // Chunks of one kind (0 .. 3) have equal counts, so that they share an expanded bias.
+    int kind;
+};
+
+inline AxisBlocks axis_blocks(Index chunk, Index chunks, Index length, Index window, Index rule) {
+    AxisBlocks blocks;
+    bool full = true;
+    for (int block = 0; block < 3; block++) {
+        const Index unwrapped = chunk + block - 1, source = (unwrapped + chunks) % chunks;
+        const bool inside = unwrapped == source, cyclic = rule == RULE_CYCLIC || rule == RULE_CYCLIC_RELEASE;
+        blocks.first[block] = source * window;
+        blocks.stored[block] = inside || cyclic ? minimum(window, length - source * window) : 0;
+        blocks.count[block] = !inside && rule == RULE_CYCLIC_RELEASE ? window : blocks.stored[block];
+        full = full && blocks.count[block] == window;
+    }
+    blocks.kind = full ? 1 : chunk == 0 ? 0 : chunk == chunks - 1 ? 3 : 2;
+    return blocks;
+}
+
+// An axis of `chunks` chunks cut into tiles of at least `smallest` (or one tile).
+//
+// The gradients of keys in a tile and one chunk to either side of it are written while it is worked on. Tiles of one
+// colour are far enough apart to be worked on at the same time: two colours in turn for tiles of two chunks or more,
+// else three. Around a cycle whose tiles do not divide evenly, the last tiles have colours of their own.
+struct AxisTiles {
+    Index chunks, count, period, colours;
+
+    AxisTiles(Index axis_chunks, Index smallest, bool cyclic) : chunks(axis_chunks) {
+        count = maximum(1, chunks / smallest);
+        period = minimum(count, smallest >= 2 ? 2 : 3);
+        colours = period + (cyclic ? count % period : 0);
+    }
+    Index first(Index tile) const { return tile * chunks / count; }
+    // Tiles of a colour below `period` are colour, colour + period, ...; the others have one tile each.
+    Index tiles_of(Index colour) const {
+        return colour >= period ? 1 : (regular() - colour + period - 1) / period;
+    }
+    Index tile_of(Index colour, Index index) const {
+        return colour >= period ? regular() + colour - period : colour + index * period;
+    }
+
+   private:
+    Index regular() const { return count - (colours - period); }
+};
+
+// How the whole map of chunks is cut: the same for forward and backward and for any number of threads, because sums over
+// a tile are made before sums over tiles.
+struct MapTiles {
+    AxisTiles rows, columns;
+
+    static constexpr Index SMALLEST = 4, LARGEST = 32, WANTED = 128;
+
+    // Tiles of about 4 to 32 chunks, wider than high; smaller where there would be too few of them to share out.
+    static MapTiles of(const Problem& problem) {
+        const Index rows = ceiling(problem.height, problem.window), columns = ceiling(problem.width, problem.window);
+        const Index work = problem.batch * problem.heads * rows * columns;
+        const Index area = minimum(LARGEST, maximum(SMALLEST, work / WANTED));
+        Index high = 2;
+        while (2 * high * high <= area && high < 4) high++;
+        const bool cyclic = problem.rule == RULE_CYCLIC || problem.rule == RULE_CYCLIC_RELEASE;
+        return {AxisTiles(rows, high, cyclic), AxisTiles(columns, maximum(2, area / high), cyclic)};
+    }
+    Index count() const { return rows.count * columns.count; }
+    Index colours() const { return rows.colours * columns.colours; }
+};
+
+}  // namespace VL_LEVEL
+}  // namespace vision_longformer

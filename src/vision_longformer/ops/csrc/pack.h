@@ -1,0 +1,123 @@
+// Copies of keys and values in the order the products want them: rows, and panels (transposed).
+#pragma once
+
+#include "microkernel.h"
+#include "storage.h"
+
+namespace vision_longformer {
+namespace VL_LEVEL {
+
+// target[column * PANEL + row] = rows[row][column] for a square of LANES x LANES elements from `column` on.
+#if defined(__AVX2__)
+VL_INLINE void transpose_8x8(const float* const* rows, Index column, float* target) {
+    __m256 in[8], pairs[8], quads[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) in[i] = _mm256_loadu_ps(rows[i] + column);
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps(in[i], in[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps(in[i], in[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        quads[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+        quads[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+        quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+        quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+    }
+    target += column * PANEL<float>;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(target + i * PANEL<float>, _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20));
+        _mm256_storeu_ps(target + (i + 4) * PANEL<float>, _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31));
+    }
+}
+
+VL_INLINE void transpose_square(const float* const* rows, Index column, float* target) {
+    for (int down = 0; down < LANES<float>; down += 8)
+        for (int across = 0; across < LANES<float>; across += 8)
+            transpose_8x8(rows + down, column + across, target + down);
+}
+
+VL_INLINE void transpose_4x4(const double* const* rows, Index column, double* target) {
+    __m256d in[4], pairs[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) in[i] = _mm256_loadu_pd(rows[i] + column);
+#pragma GCC unroll 2
+    for (int i = 0; i < 4; i += 2) {
+        pairs[i] = _mm256_unpacklo_pd(in[i], in[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_pd(in[i], in[i + 1]);
+    }
+    target += column * PANEL<double>;
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        _mm256_storeu_pd(target + i * PANEL<double>, _mm256_permute2f128_pd(pairs[i], pairs[i + 2], 0x20));
+        _mm256_storeu_pd(target + (i + 2) * PANEL<double>, _mm256_permute2f128_pd(pairs[i], pairs[i + 2], 0x31));
+    }
+}
+
+VL_INLINE void transpose_square(const double* const* rows, Index column, double* target) {
+    for (int down = 0; down < LANES<double>; down += 4)
+        for (int across = 0; across < LANES<double>; across += 4)
+            transpose_4x4(rows + down, column + across, target + down);
+}
+#else
+template <class T>
+VL_INLINE void transpose_square(const T* const* rows, Index column, T* target) {
+    for (int row = 0; row < LANES<T>; row++)
+        for (int i = 0; i < LANES<T>; i++) target[(column + i) * PANEL<T> + row] = rows[row][column + i];
+}
+#endif
+
+// Rows of a panel of keys: those of the tensor, or zeros for keys that are padding.
+template <class S>
+struct PanelSource {
+    const S* base;       // batch entry and head chosen
+    Index token_stride;  // of the tensor
+    Index size, padded;  // head dimension, and the same in whole vectors
+    const S* zeros;      // `size` of them
+
+    VL_INLINE const S* row(Index token) const { return token < 0 ? zeros : base + token * token_stride; }
+};
+
+// The keys `tokens[0 .. PANEL)` as rows of `padded` elements.
+template <class S>
+VL_INLINE void pack_rows(const PanelSource<S>& source, const Index* tokens, Arithmetic<S>* rows) {
+    using T = Arithmetic<S>;
+    for (int key = 0; key < PANEL<T>; key++)
+        load_row<S>(source.row(tokens[key]), source.size, source.padded, T(1), rows + key * source.padded);
+}
+
+// A panel from rows of `padded` elements: panel[d * PANEL + key] = rows[key][d].
+template <class T>
+VL_INLINE void pack_panel(const T* rows, Index padded, T* panel) {
+    const T* pointers[PANEL<T>];
+    for (int key = 0; key < PANEL<T>; key++) pointers[key] = rows + key * padded;
+    for (Index column = 0; column < padded; column += LANES<T>) {
+        transpose_square(pointers, column, panel);
+        transpose_square(pointers + LANES<T>, column, panel + LANES<T>);
+    }
+}
+
+// A panel straight from the tensor where its rows need neither conversion nor padding, else by way of `rows`.
+template <class S>
+VL_INLINE void pack_panel_directly(const PanelSource<S>& source, const Index* tokens, Arithmetic<S>* rows,
+                                   Arithmetic<S>* panel) {
+    using T = Arithmetic<S>;
+    if constexpr (sizeof(S) == sizeof(T)) {
+        if (source.size == source.padded) {
+            const T* pointers[PANEL<T>];
+            for (int key = 0; key < PANEL<T>; key++) pointers[key] = source.row(tokens[key]);
+            for (Index column = 0; column < source.size; column += LANES<T>) {
+                transpose_square(pointers, column, panel);
+                transpose_square(pointers + LANES<T>, column, panel + LANES<T>);
+            }
+            return;
+        }
+    }
+    pack_rows<S>(source, tokens, rows);
+    pack_panel<T>(rows, source.padded, panel);
+}
+
+}  // namespace VL_LEVEL
+}  // namespace vision_longformer

@@ -1,0 +1,38 @@
+// What Python hands to the kernel. The structure is mirrored field by field in fused_cpu_library.py.
+#pragma once
+
+#include <cstdint>
+
+namespace vision_longformer {
+
+using Index = int64_t;
+
+enum Rule : Index { RULE_CHUNK = 0, RULE_EXACT = 1, RULE_CYCLIC = 2, RULE_CYCLIC_RELEASE = 3 };
+enum Neighbours : Index { NEIGHBOURS_ALL = 0, NEIGHBOURS_SELF = 1, NEIGHBOURS_ONE = 2 };
+enum DataType : Index { TYPE_FLOAT32 = 0, TYPE_FLOAT64 = 1, TYPE_BFLOAT16 = 2, TYPE_FLOAT16 = 3 };
+enum Level : Index { LEVEL_PORTABLE = 0, LEVEL_AVX2 = 1, LEVEL_AVX512 = 2 };
+
+// Steps in elements from one batch entry, token and head to the next; the head dimension is contiguous.
+struct Strides {
+    Index batch, token, head;
+};
+
+// Tensors: q, out, grad_out, grad_q (B, N, heads, dim) and k, v, grad_k, grad_v (B, G + N, heads, dim) in the data type,
+// global tokens first; lse (B, heads, N), bias (heads, 4w-1, 4w-1), global_bias (heads, G) in the arithmetic type, which
+// is float64 for float64 and float32 for all others. grad_k and grad_v are in the arithmetic type too, because they
+// are summed up in place. All but q, k, v and grad_out are contiguous. Optional pointers are null when absent.
+struct Problem {
+    Index batch, heads, dim, height, width, window, global_tokens;
+    Index rule, neighbours, neighbour_row, neighbour_column, data_type, threads;
+    double scale;
+    Strides q_strides, k_strides, v_strides, grad_out_strides;
+    const void *q, *k, *v, *bias, *global_bias;
+    void *out, *lse;
+    const void* grad_out;
+    void *grad_q, *grad_k, *grad_v, *grad_bias, *grad_global_bias;
+
+    Index tokens() const { return height * width; }
+    Index bias_side() const { return 4 * window - 1; }
+};
+
+}  // namespace vision_longformer

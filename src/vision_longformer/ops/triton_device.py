@@ -1,0 +1,174 @@
+"""Device functions of the Triton kernels: chunks, the rectangles they see, loads and scores. Imports triton.
+
+Positions are rows and columns of a map. A dilation of d makes d×d interleaved maps of one, and the rest of the code
+works on each of them as on a map of its own. Rows and columns may lie outside the map: there is nothing there, or for
+the cyclic rules what is found by wrapping around.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class View(NamedTuple):
+    """A tensor (B, tokens, heads, dim) by its strides; the last axis is dense."""
+
+    data: Any
+    batch: Any
+    token: Any
+    head: Any
+
+
+class Place(NamedTuple):
+    """A chunk, the size of its map, and the token of position (r, c): ``first + r * down + c * right``."""
+
+    chunk_row: Any
+    chunk_column: Any
+    height: Any
+    width: Any
+    first: Any
+    down: Any
+    right: Any
+
+
+class Rectangle(NamedTuple):
+    """``count`` positions from (top, left), ``width`` in a row."""
+
+    top: Any
+    left: Any
+    width: Any
+    count: Any
+
+
+@triton.jit
+def place_of(chunk, head, dilation_ptr, height, width, WINDOW: tl.constexpr):
+    """The place of the chunk-th chunk of a head; beyond the last one a place outside its map."""
+    step = 1
+    if dilation_ptr is not None:
+        step = tl.load(dilation_ptr + head)
+    across = step * tl.cdiv(tl.cdiv(width, step), WINDOW)
+    row, column = chunk // across, chunk % across
+    first_row, first_column = row % step, column % step
+    return Place(
+        row // step, column // step, tl.cdiv(height - first_row, step), tl.cdiv(width - first_column, step),
+        first_row * width + first_column, width * step, step,
+    )  # fmt: skip
+
+
+@triton.jit
+def rectangle(chunk_row, chunk_column, place, WINDOW: tl.constexpr, SPAN: tl.constexpr, CLIP: tl.constexpr):
+    """The positions of SPAN×SPAN chunks; CLIP: those inside the map."""
+    top, left = chunk_row * WINDOW, chunk_column * WINDOW
+    bottom, right = top + SPAN * WINDOW, left + SPAN * WINDOW
+    if CLIP:
+        top, left = tl.maximum(top, 0), tl.maximum(left, 0)
+        bottom, right = tl.minimum(bottom, place.height), tl.minimum(right, place.width)
+    width = tl.maximum(right - left, 0)
+    return Rectangle(top, left, tl.maximum(width, 1), tl.maximum(bottom - top, 0) * width)
+
+
+@triton.jit
+def own_rectangle(place, WINDOW: tl.constexpr):
+    """The positions of the chunk itself."""
+    return rectangle(place.chunk_row, place.chunk_column, place, WINDOW, 1, True)
+
+
+@triton.jit
+def surroundings(
+    place, neighbour_ptr, DIRECTION: tl.constexpr, WINDOW: tl.constexpr, NEIGHBOURS: tl.constexpr, CLIP: tl.constexpr
+):
+    """The two rectangles (the second empty but for ``one``) a chunk sees, or for DIRECTION -1 is seen from."""
+    row, column = place.chunk_row, place.chunk_column
+    if NEIGHBOURS == "all":
+        return rectangle(row - 1, column - 1, place, WINDOW, 3, CLIP), Rectangle(0, 0, 1, 0)
+    own = rectangle(row, column, place, WINDOW, 1, CLIP)
+    if NEIGHBOURS == "self":
+        return own, Rectangle(0, 0, 1, 0)
+    neighbour = tl.load(neighbour_ptr).to(tl.int32)
+    block = tl.where(neighbour <= 4, neighbour - 1, neighbour)
+    row += (block // 3 - 1) * DIRECTION
+    column += (block % 3 - 1) * DIRECTION
+    return own, rectangle(row, column, place, WINDOW, 1, CLIP)
+
+
+@triton.jit
+def position(index, first, second, NEIGHBOURS: tl.constexpr):
+    """Row, column and presence of the index-th position of two rectangles."""
+    if NEIGHBOURS == "one":
+        later = index >= first.count
+        index = tl.where(later, index - first.count, index)
+        width = tl.where(later, second.width, first.width)
+        row = tl.where(later, second.top, first.top) + index // width
+        column = tl.where(later, second.left, first.left) + index % width
+        return row, column, (index >= 0) & (index < tl.where(later, second.count, first.count))
+    row, column = first.top + index // first.width, first.left + index % first.width
+    return row, column, (index >= 0) & (index < first.count)
+
+
+@triton.jit
+def token_at(row, column, place, WINDOW: tl.constexpr, RULE: tl.constexpr):
+    """The token of a position, whether it is stored, and whether it counts as a key (zero padding may)."""
+    if RULE == "chunk" or RULE == "exact":
+        stored = (row >= 0) & (row < place.height) & (column >= 0) & (column < place.width)
+        return place.first + row * place.down + column * place.right, stored, stored
+    period, column_period = tl.cdiv(place.height, WINDOW) * WINDOW, tl.cdiv(place.width, WINDOW) * WINDOW
+    real_row, real_column = (row + period) % period, (column + column_period) % column_period
+    inside, column_inside = real_row < place.height, real_column < place.width
+    stored = inside & column_inside
+    token = place.first + real_row * place.down + real_column * place.right
+    if RULE == "cyclic_release":
+        return token, stored, (inside | (real_row != row)) & (column_inside | (real_column != column))
+    return token, stored, stored
+
+
+@triton.jit
+def start_of(view, batch, head):
+    """Pointer to the first row of one head of one sample."""
+    return view.data + batch.to(tl.int64) * view.batch + head * view.head
+
+
+@triton.jit
+def load_rows(pointer, token, stride, present, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of DIM numbers, zero where not present, padded with zeros to BLOCK_D."""
+    axis = tl.arange(0, BLOCK_D)
+    mask = present[:, None]
+    if DIM != BLOCK_D:
+        mask = mask & (axis < DIM)[None, :]
+    return tl.load(pointer + token[:, None] * stride + axis[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(pointer, token, stride, present, rows, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    axis = tl.arange(0, BLOCK_D)
+    mask = present[:, None] & (axis < DIM)[None, :]
+    tl.store(pointer + token[:, None] * stride + axis[None, :], rows.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def local_scores(
+    products, down, right, pairs, bias_ptr, scale, WINDOW: tl.constexpr, RULE: tl.constexpr
+):  # fmt: skip
+    """Scores in units of log 2 and which of them exist.
+
+    ``down`` and ``right`` are offsets query − key; ``pairs``: query and key present. ``bias_ptr`` of this head or None.
+    """
+    if RULE == "exact":
+        pairs = pairs & (tl.abs(down) <= WINDOW) & (tl.abs(right) <= WINDOW)
+    scores = products * (scale * LOG2E)
+    if bias_ptr is not None:
+        entry = (down + (2 * WINDOW - 1)) * (4 * WINDOW - 1) + right + (2 * WINDOW - 1)
+        scores += tl.load(bias_ptr + entry, mask=pairs, other=0.0).to(tl.float32) * LOG2E
+    return scores, pairs
+
+
+@triton.jit
+def bias_of(bias_ptr, head, WINDOW: tl.constexpr):
+    """The bias table of a head, or None."""
+    if bias_ptr is not None:
+        return bias_ptr + head * ((4 * WINDOW - 1) * (4 * WINDOW - 1))
+    return None

@@ -1,0 +1,196 @@
+"""Host side of the Triton kernels: sizes of tiles, allocation, launches, last sums. Imports triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..geometry import Grid
+from .triton_backward import key_gradient_kernel, query_gradient_kernel
+from .triton_device import View
+from .triton_forward import forward_kernel
+from .triton_reductions import bias_gradient_kernel, global_gradient_kernel
+
+PROGRAMS_OF_A_SUM = 1024
+"""How many programs share a sum over all queries: enough to fill a GPU, the same on each so that results are too."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is computed: as :class:`~vision_longformer.ops.spec.LocalSpec`, but with a dilation per head."""
+
+    grid: Grid
+    window: int
+    rule: str
+    neighbours: str
+    dilation: tuple[int, ...]
+    scale: float
+
+    def chunks(self) -> int:
+        """Chunks of a head. A dilation of d makes d×d maps; this is the largest number of all heads."""
+        return max(
+            (_ceil(_ceil(self.grid.height, d), self.window) * _ceil(_ceil(self.grid.width, d), self.window) * d * d)
+            for d in set(self.dilation)
+        )
+
+    def steps(self, device: torch.device) -> Tensor | None:
+        """The dilation of each head as an int32 tensor, None if there is none."""
+        return None if set(self.dilation) == {1} else _on_device(self.dilation, device)
+
+    def constants(self, q: Tensor) -> dict[str, Any]:
+        """What the kernels that know about windows are specialised on, besides tiles."""
+        return {"WINDOW": self.window, "RULE": self.rule, "NEIGHBOURS": self.neighbours, **_constants(q)}
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, global_bias: Tensor | None, neighbour: Tensor | None,
+    problem: Problem,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output (B, N, heads, dim) and log-sum-exp (B, heads, N), float32, in units of log 2."""
+    batch, tokens, heads, dim = q.shape
+    out = q.new_empty(batch, tokens, heads, dim)
+    lse = q.new_empty(batch, heads, tokens, dtype=torch.float32)
+    tiles = _tiles(q, problem.window)
+    count = problem.chunks() * _ceil(problem.window**2, tiles["BLOCK_M"])
+    launch(
+        forward_kernel, count * batch * heads,
+        *map(_view, (q, k, v, out)), lse, _dense(bias), _dense(global_bias), neighbour, problem.steps(q.device),
+        problem.scale, *problem.grid, heads, k.shape[1] - tokens, count, **problem.constants(q), **tiles,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
+    global_bias: Tensor | None, neighbour: Tensor | None, problem: Problem, bias_needed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of q, k, v, the bias table and the global bias, the last two in float32 or None."""
+    batch, tokens, heads, _ = q.shape
+    bias, global_bias, steps = _dense(bias), _dense(global_bias), problem.steps(q.device)
+    grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    q_, k_, v_, grad_out_ = map(_view, (q, k, v, grad_out))
+    common = (problem.scale, *problem.grid, heads, k.shape[1] - tokens)
+    constants, tiles = problem.constants(q), _tiles(q, problem.window)
+    count = problem.chunks() * _ceil(problem.window**2, tiles["BLOCK_M"])
+    launch(
+        query_gradient_kernel, count * batch * heads,
+        q_, k_, v_, _view(out), grad_out_, _view(grad_q), lse, delta, bias, global_bias, neighbour, steps,
+        *common, count, **constants, **tiles,
+    )  # fmt: skip
+    tiles = _tiles(q, problem.window, keys_outside=True)
+    count = problem.chunks() * _ceil(problem.window**2, tiles["BLOCK_N"])
+    launch(
+        key_gradient_kernel, count * batch * heads,
+        q_, k_, v_, grad_out_, _view(grad_k), _view(grad_v), lse, delta, bias, neighbour, steps,
+        *common, count, **constants, **tiles,
+    )  # fmt: skip
+    grad_global_bias = grad_bias = None
+    if k.shape[1] > tokens:
+        grad_global_bias = _global_gradients(q, k, v, grad_out, grad_k, grad_v, lse, delta, global_bias, problem)
+    if bias is not None and bias_needed:
+        grad_bias = _bias_gradient(q, k, v, grad_out, lse, delta, bias, neighbour, problem)
+    return grad_q, grad_k, grad_v, grad_bias, grad_global_bias
+
+
+def _global_gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, grad_k: Tensor, grad_v: Tensor, lse: Tensor, delta: Tensor,
+    global_bias: Tensor | None, problem: Problem,
+) -> Tensor:  # fmt: skip
+    """Fill the rows of the global tokens in ``grad_k`` and ``grad_v``; returns the gradient of their bias."""
+    batch, tokens, heads, dim = q.shape
+    global_tokens = k.shape[1] - tokens
+    tiles = _tiles(q, problem.window) | {"BLOCK_M": 64, "BLOCK_N": 16}
+    count = _ceil(global_tokens, tiles["BLOCK_N"])
+    share = _ceil(tokens, max(1, PROGRAMS_OF_A_SUM // (count * batch * heads)))
+    share = _ceil(share, tiles["BLOCK_M"]) * tiles["BLOCK_M"]
+    splits = _ceil(tokens, share)
+    keys, values = lse.new_empty(2, splits, batch, heads, global_tokens, dim)
+    bias = lse.new_empty(splits, batch, heads, global_tokens)
+    launch(
+        global_gradient_kernel, count * splits * batch * heads,
+        *map(_view, (q, k, v, grad_out)), keys, values, bias, lse, delta, global_bias,
+        problem.scale, tokens, heads, global_tokens, count, share, **_constants(q), **tiles,
+    )  # fmt: skip
+    grad_k[:, :global_tokens] = keys.sum(0).transpose(1, 2)
+    grad_v[:, :global_tokens] = values.sum(0).transpose(1, 2)
+    return bias.sum((0, 1))
+
+
+def _bias_gradient(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, bias: Tensor,
+    neighbour: Tensor | None, problem: Problem,
+) -> Tensor:  # fmt: skip
+    batch, tokens, heads, _ = q.shape
+    window, chunks, tiles = problem.window, problem.chunks(), _tiles(q, problem.window)
+    seen = {"all": 9, "one": 2, "self": 1}[problem.neighbours] * window**2
+    key_tiles = _ceil(seen, tiles["BLOCK_N"])
+    pairs = _ceil(window**2, tiles["BLOCK_M"]) * key_tiles
+    share = _ceil(batch * chunks, max(1, PROGRAMS_OF_A_SUM // (pairs * heads)))
+    splits = _ceil(batch * chunks, share)
+    partial = lse.new_zeros(splits, heads, window, window, 3 * window, 3 * window)
+    launch(
+        bias_gradient_kernel, pairs * splits * heads,
+        *map(_view, (q, k, v, grad_out)), partial, lse, delta, bias, neighbour, problem.steps(q.device),
+        problem.scale, *problem.grid, heads, k.shape[1] - tokens, batch, chunks, share,
+        **problem.constants(q), **tiles, KEY_TILES=key_tiles,
+    )  # fmt: skip
+    by_axis = partial.sum(0).transpose(2, 3)
+    columns = _diagonals(by_axis, window).movedim(-1, 1)
+    return _diagonals(columns, window).transpose(1, 2)
+
+
+def _diagonals(pairs: Tensor, window: int) -> Tensor:
+    """Sums over equal offsets of one axis: (..., w queries, 3w keys) to (..., 4w-1).
+
+    Rows one longer than the result, read as rows of its length, are shifted by one against each other.
+    """
+    shifted = F.pad(pairs.flip(-1), (0, window)).flatten(-2)[..., :-window]
+    return shifted.unflatten(-1, (window, 4 * window - 1)).sum(-2)
+
+
+def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+    """All launches pass here, so that tests can compile them instead."""
+    if programs:
+        kernel[(programs,)](*arguments, **options)
+
+
+def _tiles(q: Tensor, window: int, *, keys_outside: bool = False) -> dict[str, int]:
+    """Tile sizes and warps: queries and keys (exchanged for ``keys_outside``), dim padded to a power of two."""
+    dim = max(16, _power_of_two(q.shape[-1]))
+    outer, inner = min(64, max(16, _power_of_two(window**2))), 64
+    names = ("BLOCK_N", "BLOCK_M") if keys_outside else ("BLOCK_M", "BLOCK_N")
+    return {names[0]: outer, names[1]: inner, "BLOCK_D": dim, "num_warps": 4, "num_stages": 2}
+
+
+def _constants(q: Tensor) -> dict[str, Any]:
+    """The head dimension, and the precision torch is set to for float32 products."""
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return {"DIM": q.shape[-1], "PRECISION": "tf32x3" if exact else "tf32"}
+
+
+def _view(x: Tensor) -> View:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return View(x, *x.stride()[:3])
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+@lru_cache(maxsize=64)
+def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,124 @@
+"""The backward Triton kernels that sum over many queries: global keys and the bias table.
+
+Each program sums a fixed share of the queries in a fixed order and writes its partial sums; torch adds those up. So
+there are no atomics, and results are the same from run to run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_device import (
+    LOG2E,
+    Place,
+    bias_of,
+    load_rows,
+    local_scores,
+    place_of,
+    position,
+    start_of,
+    surroundings,
+    token_at,
+)
+from .triton_forward import SIZES
+
+
+@triton.jit(do_not_specialize=[*SIZES, "splits", "share", "tokens"])
+def global_gradient_kernel(
+    q, k, v, grad_out, key_ptr, value_ptr, bias_gradient_ptr, lse_ptr, delta_ptr, global_bias_ptr,
+    scale, tokens, heads, global_tokens, tiles, share,
+    DIM: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N global keys against ``share`` queries.
+
+    Writes partial sums, float32: of keys and values (splits, B·heads, G, dim), of the bias (splits, B·heads, G).
+    """
+    tile, split_sample = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    samples = tl.num_programs(0) // tiles // tl.cdiv(tokens, share)
+    split, sample = split_sample // samples, split_sample % samples
+    batch, head = sample // heads, sample % heads
+    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    present = key < global_tokens
+    keys = load_rows(start_of(k, batch, head), key, k.token, present, DIM, BLOCK_D)
+    values = load_rows(start_of(v, batch, head), key, v.token, present, DIM, BLOCK_D)
+    added = tl.zeros((BLOCK_N,), tl.float32)
+    if global_bias_ptr is not None:
+        added = tl.load(global_bias_ptr + head * global_tokens + key, mask=present, other=0.0).to(tl.float32)
+    q_start, grad_start = start_of(q, batch, head), start_of(grad_out, batch, head)
+    rows = sample.to(tl.int64) * tokens
+
+    key_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    value_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    bias_gradient = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(split * share, tl.minimum((split + 1) * share, tokens), BLOCK_M):
+        token = start + tl.arange(0, BLOCK_M)
+        inside = token < tokens
+        queries = load_rows(q_start, token, q.token, inside, DIM, BLOCK_D)
+        grads = load_rows(grad_start, token, grad_out.token, inside, DIM, BLOCK_D)
+        lse = tl.load(lse_ptr + rows + token, mask=inside, other=float("inf"))
+        delta = tl.load(delta_ptr + rows + token, mask=inside, other=0.0)
+        products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+        weights = tl.exp2((products * scale + added[:, None]) * LOG2E - lse[None, :])
+        value_gradient = tl.dot(weights.to(grads.dtype), grads, value_gradient, input_precision=PRECISION)
+        grad_weights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
+        grad_scores = weights * (grad_weights - delta[None, :])
+        key_gradient = tl.dot(grad_scores.to(queries.dtype), queries, key_gradient, input_precision=PRECISION)
+        bias_gradient += tl.sum(grad_scores, 1)
+    place = split_sample.to(tl.int64) * global_tokens + key
+    axis = tl.arange(0, BLOCK_D)
+    cells, mask = place[:, None] * DIM + axis[None, :], present[:, None] & (axis < DIM)[None, :]
+    tl.store(key_ptr + cells, key_gradient * scale, mask=mask)
+    tl.store(value_ptr + cells, value_gradient, mask=mask)
+    tl.store(bias_gradient_ptr + place, bias_gradient, mask=present)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "batches", "chunks", "share"])
+def bias_gradient_kernel(
+    q, k, v, grad_out, partial_ptr, lse_ptr, delta_ptr, bias_ptr, neighbour_ptr, dilation_ptr,
+    scale, height, width, heads, global_tokens, batches, chunks, share,
+    WINDOW: tl.constexpr, RULE: tl.constexpr, NEIGHBOURS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, KEY_TILES: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries × BLOCK_N keys at fixed places of a chunk, over ``share`` chunks of the batch.
+
+    Writes partial sums (splits, heads, w², 3w, 3w), float32: query in its chunk, key in the nine chunks around it.
+    """
+    PER_CHUNK: tl.constexpr = (WINDOW * WINDOW + BLOCK_M - 1) // BLOCK_M
+    pair, split_head = tl.program_id(0) % (PER_CHUNK * KEY_TILES), tl.program_id(0) // (PER_CHUNK * KEY_TILES)
+    split, head = split_head // heads, split_head % heads
+    query = (pair // KEY_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
+    key = (pair % KEY_TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
+    centre = Place(0, 0, height, width, 0, width, 1)
+    first, second = surroundings(centre, neighbour_ptr, 1, WINDOW, NEIGHBOURS, False)
+    row, column, present = position(key, first, second, NEIGHBOURS)
+    q_row, q_column, q_present = query // WINDOW, query % WINDOW, query < WINDOW * WINDOW
+    down, right = q_row[:, None] - row[None, :], q_column[:, None] - column[None, :]
+    table = bias_of(bias_ptr, head, WINDOW)
+
+    gradient = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for item in range(split * share, tl.minimum((split + 1) * share, batches * chunks)):
+        batch = item // chunks
+        place = place_of(item % chunks, head, dilation_ptr, height, width, WINDOW)
+        top, left = place.chunk_row * WINDOW, place.chunk_column * WINDOW
+        token, inside, _ = token_at(top + q_row, left + q_column, place, WINDOW, "chunk")
+        inside = inside & q_present
+        k_token, stored, counts = token_at(top + row, left + column, place, WINDOW, RULE)
+        stored, k_token = stored & present, k_token + global_tokens
+        queries = load_rows(start_of(q, batch, head), token, q.token, inside, DIM, BLOCK_D)
+        keys = load_rows(start_of(k, batch, head), k_token, k.token, stored, DIM, BLOCK_D)
+        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        pairs = inside[:, None] & (counts & present)[None, :]
+        scores, seen = local_scores(products, down, right, pairs, table, scale, WINDOW, RULE)
+        rows = (batch * heads + head).to(tl.int64) * (height * width) + token
+        lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))
+        delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
+        grads = load_rows(start_of(grad_out, batch, head), token, grad_out.token, inside, DIM, BLOCK_D)
+        values = load_rows(start_of(v, batch, head), k_token, v.token, stored, DIM, BLOCK_D)
+        grad_weights = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
+        weights = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
+        gradient += weights * (grad_weights - delta[:, None])
+    cell = (row + WINDOW) * (3 * WINDOW) + column + WINDOW
+    cells = (split_head * (WINDOW * WINDOW) + query).to(tl.int64)[:, None] * (9 * WINDOW * WINDOW) + cell[None, :]
+    tl.store(partial_ptr + cells, gradient, mask=q_present[:, None] & present[None, :])
