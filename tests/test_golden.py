@@ -48,7 +48,9 @@ def _stage(case: dict[str, Any]) -> cfg.StageConfig:
     elif kind == "SRSelfAttention":
         attention = cfg.SpatialReduction(options["rratio"])
     elif kind == "PerformerSelfAttention":
-        kernel = "relu" if options.get("generalized_attention") else "linear" if options.get("no_projection") else "softmax"
+        kernel = (
+            "relu" if options.get("generalized_attention") else "linear" if options.get("no_projection") else "softmax"
+        )
         attention = cfg.Performer(options["nb_features"], kernel, stabiliser="batch")
     elif options["only_glo"]:
         attention = cfg.GlobalMemory(options["sharew"], bias_local_queries=False)

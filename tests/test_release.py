@@ -46,7 +46,9 @@ def test_names_of_real_configurations(name: str) -> None:
 def _check_loads(name: str) -> None:
     entry = MODELS[name]
     state = _release_state(entry)
-    model = load_release({"net": state, "arch": "msvit"}, arch=entry["arch"], img_size=entry["img_size"], **entry["args"])
+    model = load_release(
+        {"net": state, "arch": "msvit"}, arch=entry["arch"], img_size=entry["img_size"], **entry["args"]
+    )
     assert sum(p.numel() for p in model.parameters()) == entry["n_params"]
     kept = {k: v for k, v in state.items() if k not in entry["shared"] and v.is_floating_point()}
     ours = model.state_dict()
@@ -67,13 +69,14 @@ def test_all_real_configurations_load(name: str) -> None:
     _check_loads(name)
 
 
-def test_released_small_becomes_a_named_model_exactly() -> None:
+def test_released_small_becomes_a_named_model_exactly(caplog: pytest.LogCaptureFixture) -> None:
     """Full-attention stages into the all-Longformer model, tables padded by offset: the same logits at 224."""
     entry = MODELS["vil_small_rpb_224"]
     state = {name: t.double() if t.is_floating_point() else t for name, t in _release_state(entry).items()}
+    caplog.set_level("INFO")
     released = load_release(state, arch=entry["arch"])
     converted = adapt_model(released, model_config("vision_longformer_small"))
-    assert list(converted.adapt_report.resized) == ["stages.3.blocks.0.attn.bias.table"]
+    assert "resized 1 tables:\n  stages.3.blocks.0.attn.bias.table: (12, 13, 13) -> (12, 27, 27)" in caplog.text
     image = torch.randn(1, 3, 224, 224, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(converted(image), released(image), atol=1e-10, rtol=1e-10)

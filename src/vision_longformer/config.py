@@ -211,7 +211,8 @@ class ModelConfig:
         counts = {stage.global_tokens for stage in self.stages}
         if self.carry_global_tokens and (len(counts) > 1 or counts == {0}):
             raise ValueError(
-                f"carry_global_tokens needs the same positive number of global tokens in every stage, not {sorted(counts)}"
+                "carry_global_tokens needs the same number of global tokens, at least 1, in every stage, "
+                f"not {sorted(counts)}"
             )
         if self.given_token_dim and any(isinstance(stage.attention, Linformer) for stage in self.stages):
             raise ValueError("linformer projects a fixed number of tokens and cannot take given tokens")

@@ -98,7 +98,8 @@ class AbsolutePosition1d(nn.Module):
 class RelativeBias(nn.Module):
     """Trainable biases of the scores: one per offset between local tokens, one per pair with a global token.
 
-    ``shape`` is the offset table's (R, C), or None where local tokens don't see one another. ``given`` adds one entry that all tokens given by the caller share.
+    ``shape`` is the offset table's (R, C), or None where local tokens don't see one another. ``given`` adds one entry
+    that all tokens given by the caller share.
     """
 
     def __init__(self, heads: int, shape: tuple[int, int] | None, global_tokens: int, *, given: bool) -> None:

@@ -54,7 +54,7 @@ def _entry_point(name: str, config: ModelConfig) -> Callable[..., Any]:
     return create
 
 
-def create_model(name: str, **options: Any) -> VisionLongformer:
+def create_model(name: str, **options: Any) -> Any:
     """A model of the zoo by name, as timm would make it; an unknown name is refused with the nearest ones."""
     model_config(name)
     return timm.create_model(name, **options)

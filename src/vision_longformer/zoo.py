@@ -54,12 +54,16 @@ MECHANISMS = (
 )
 
 
-def longformer_config(size: str, position: str = "relative", img_size: int = 224, *, partial: bool = False) -> ModelConfig:
+def longformer_config(
+    size: str, position: str = "relative", img_size: int = 224, *, partial: bool = False
+) -> ModelConfig:
     """A Vision Longformer; ``partial`` has full attention in the last two stages, as the released checkpoints do."""
     check_choice("size", size, DEPTHS)
     widths, depths = DEPTHS[size]
     if img_size not in CHUNKS:
-        raise ValueError(f"windows are stated for image sizes {sorted(CHUNKS)}, not {img_size}; override img_size instead")
+        raise ValueError(
+            f"windows are stated for image sizes {sorted(CHUNKS)}, not {img_size}; override img_size instead"
+        )
     attention: list[cfg.AttentionConfig] = [cfg.Longformer(window=w) for w in CHUNKS[img_size]]
     if partial:
         attention[2:] = [cfg.Full(), cfg.Full()]

@@ -2,8 +2,8 @@
 
 from .executed import ExecutedMacs, executed_macs
 from .macs import ModelMacs, paper_macs
-from .parameters import ParameterCount, count_parameters
 from .paper_tables import PaperEntry, paper_entries
+from .parameters import ParameterCount, count_parameters
 from .report import CostRow, agreement, compare_entry
 
 __all__ = [

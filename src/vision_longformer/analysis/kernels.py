@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..geometry import SELF_BLOCK, Grid, chunk_tables
+from ..geometry import SELF_BLOCK, Grid, chunk_tables, is_cyclic
 from ..ops import IMPLEMENTATIONS
 
 NEEDED = {"q", "k", "height", "width", "window", "rule", "neighbours"}
@@ -38,12 +38,13 @@ def _formula(names: list[str]) -> Callable[..., int]:
 
 
 def block_pairs(grid: Grid, window: int, rule: str, neighbours: str = "all") -> int:
-    """Pairs of a query and a local key that lies in the map, over the nine blocks of each query or (``"self"``) its own.
+    """Pairs of a query and a local key over the nine blocks of each query, or (``"self"``) over its own.
 
-    Kernels compute these whole; the ``exact`` rule then masks some of them.
+    Kernels compute these whole, and the ``exact`` rule then masks some. Keys beyond the map are left out, but cyclic rules
+    multiply padding with the rest.
     """
     cpu = torch.device("cpu")
-    queries = chunk_tables(grid, window, "chunk", cpu).valid[SELF_BLOCK].sum(-1)
+    inside = chunk_tables(grid, window, "chunk", cpu).valid
     blocks = slice(None) if neighbours == "all" else slice(SELF_BLOCK, SELF_BLOCK + 1)
-    keys = chunk_tables(grid, window, rule, cpu).valid[blocks].sum((0, 2))
-    return int((queries * keys).sum())
+    keys = torch.ones_like(inside) if is_cyclic(rule) else inside
+    return int((inside[SELF_BLOCK].sum(-1) * keys[blocks].sum((0, 2))).sum())

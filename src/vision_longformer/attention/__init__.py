@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from .. import config as cfg
@@ -29,8 +31,12 @@ def build_attention(
 ) -> nn.Module:
     """The attention module of a stage whose map is ``grid``; ``given``: the caller may add global tokens."""
     options = stage.attention
-    common = {"qkv_bias": qkv_bias, "scale": scale}
-    bias = {"relative": stage.position == "relative", "global_tokens": stage.global_tokens, "given": given}
+    common: dict[str, Any] = {"qkv_bias": qkv_bias, "scale": scale}
+    bias: dict[str, Any] = {
+        "relative": stage.position == "relative",
+        "global_tokens": stage.global_tokens,
+        "given": given,
+    }
     if isinstance(options, cfg.Full):
         return FullAttention(stage.dim, stage.heads, grid, **bias, **common)
     if isinstance(options, cfg.Longformer):

@@ -36,7 +36,6 @@ class GlobalMemoryAttention(GlobalRows):
         self.bias_local_queries = options.bias_local_queries
 
     def local_rows(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, neighbour: Tensor | None) -> Tensor:
-        count, mask = k.shape[1] - grid.tokens, None
-        if self.bias is not None and self.bias_local_queries:
-            mask = self.bias.to_global(count)[:, None]
-        return attend(q, k[:, :count], v[:, :count], self.scale, mask)
+        count = k.shape[1] - grid.tokens
+        bias = self.bias.to_global(count) if self.bias is not None and self.bias_local_queries else None
+        return attend(q, k[:, :count], v[:, :count], self.scale, None if bias is None else bias[:, None])

@@ -20,9 +20,7 @@ class GlobalRows(Projections):
 
     bias: RelativeBias | None
 
-    def __init__(
-        self, dim: int, heads: int, *, separate: bool, qkv_bias: bool, scale: float | None
-    ) -> None:
+    def __init__(self, dim: int, heads: int, *, separate: bool, qkv_bias: bool, scale: float | None) -> None:
         super().__init__(dim, heads, qkv_bias=qkv_bias, scale=scale)
         self.qkv_global = nn.Linear(dim, 3 * dim, bias=qkv_bias) if separate else None
         self.proj_global = nn.Linear(dim, dim) if separate else None

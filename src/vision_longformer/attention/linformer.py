@@ -69,8 +69,8 @@ class LinformerAttention(Projections):
 
 def resize_tokens(maps: Tensor, old: Grid, new: Grid) -> Tensor:
     """Maps (..., old tokens) to (..., new tokens), bilinear, averaged where the new map is smaller."""
-    image = maps.unflatten(-1, tuple(old))
-    return F.interpolate(image, size=tuple(new), mode="bilinear", antialias=True).flatten(-2)
+    image = maps.unflatten(-1, tuple(old)).to(torch.promote_types(maps.dtype, torch.float32))
+    return F.interpolate(image, size=tuple(new), mode="bilinear", antialias=True).flatten(-2).to(maps.dtype)
 
 
 def resize_projection(projection: Tensor, old: Grid, new: Grid) -> Tensor:

@@ -15,8 +15,8 @@ from .projection import Projections
 class PerformerAttention(Projections):
     """Linear attention between feature maps of queries and keys.
 
-    Kernels: ``softmax`` (random features of the softmax), ``relu`` (random projection, then ReLU), ``linear`` (softmax of
-    queries over channels and of keys over tokens, no random features).
+    Kernels: ``softmax`` (random features of the softmax), ``relu`` (random projection, then ReLU), ``linear`` (softmax
+    of queries over channels and of keys over tokens, no random features).
 
     Features are computed in float32 at least. :meth:`redraw` draws new ones from an explicit generator.
     """
@@ -32,7 +32,7 @@ class PerformerAttention(Projections):
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw new random features."""
-        self.features.copy_(orthogonal_features(*self.features.shape, generator))
+        self.features.copy_(orthogonal_features(self.features.shape[0], self.features.shape[1], generator))
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
         q, k, v = self.project(tokens)

@@ -7,6 +7,7 @@ tables, so that a model with full-attention stages becomes one with Longformer s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from ..errors import CheckpointError
 from ..geometry import Grid
 from ..model import VisionLongformer
 from ..position import resize_axis, resize_bias_table, resize_map
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -40,11 +43,10 @@ def adapt_model(model: VisionLongformer, config: ModelConfig, table_resize: str 
 
     ``table_resize`` says how offset tables change: ``"offset"`` or ``"bilinear"``.
     """
-    target = VisionLongformer(config).to(model.norm.weight.device, model.norm.weight.dtype)
-    sources = model.config.grids()
-    state, report = adapt_state(model.state_dict(), target, table_resize, sources)
+    target = VisionLongformer(config).to(next(model.parameters()))
+    state, report = adapt_state(model.state_dict(), target, table_resize, model.config.grids())
     target.load_state_dict(state)
-    target.adapt_report = report
+    logger.info("%s", report)
     return target.train(model.training)
 
 
@@ -113,5 +115,7 @@ def _source_grid(tokens: int, stage: int, source_grids: list[Grid] | None) -> Gr
         return source_grids[stage]
     side = int(torch.tensor(tokens).sqrt().round())
     if side * side != tokens:
-        raise CheckpointError(f"a table over {tokens} tokens is not of a square map; load it with its own image size first")
+        raise CheckpointError(
+            f"a table over {tokens} tokens is not of a square map; load it with its own image size first"
+        )
     return Grid(side, side)

@@ -54,9 +54,7 @@ def stages_of(
     return tuple(stages)
 
 
-def _attention(
-    attn_type: str, f: int, sharew: bool, share_kv: bool, only_glo: bool, sw_exact: int
-) -> AttentionConfig:
+def _attention(attn_type: str, f: int, sharew: bool, share_kv: bool, only_glo: bool, sw_exact: int) -> AttentionConfig:
     if attn_type == "linformer":
         return cfg.Linformer(f, share_kv)
     if attn_type == "srformer":

@@ -121,7 +121,9 @@ def _read(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} is no checkpoint of plain tensors (or is damaged); nothing was loaded") from error
+        raise CheckpointError(
+            f"{path} is no checkpoint of plain tensors (or is damaged); nothing was loaded"
+        ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{path} is truncated or no checkpoint ({reason}); nothing was loaded") from error

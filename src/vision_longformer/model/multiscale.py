@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.layers import trunc_normal_
@@ -35,7 +35,7 @@ class VisionLongformer(nn.Module):
         self.stages = nn.ModuleList(
             Stage(self.config, index, grid, rates[index].tolist()) for index, grid in enumerate(self.config.grids())
         )
-        self.norm = nn.LayerNorm(self.num_features, eps=1e-6)
+        self.norm: nn.Module = nn.LayerNorm(self.num_features, eps=1e-6)
         self.head_drop = nn.Dropout(self.config.drop_rate)
         self.head = self._new_head()
         self.random_shift = RandomShift()
@@ -154,13 +154,13 @@ class VisionLongformer(nn.Module):
         """Make position tables and projections for another image size. (Without it, they are resized as needed.)"""
         self.config = replace(self.config, img_size=size_pair(img_size))
         for stage, grid in zip(self.stages, self.config.grids(), strict=True):
-            stage.set_grid(grid)
+            cast(Stage, stage).set_grid(grid)
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in backward instead of keeping what is inside it."""
         for stage in self.stages:
-            stage.grad_checkpointing = enable
+            cast(Stage, stage).grad_checkpointing = enable
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -192,7 +192,7 @@ class VisionLongformer(nn.Module):
         changes = {"num_classes": num_classes, **({"global_pool": global_pool} if global_pool else {})}
         self.config = self.config.override(**changes)
         self.num_classes = num_classes
-        self.head = self._new_head().to(self.norm.weight.device, self.norm.weight.dtype)
+        self.head = self._new_head().to(next(self.parameters()))
         _init_linear(self.head)
 
     def prune_intermediate_layers(

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 class RandomShift(nn.Module):
     """Draws one neighbour 1..8 per layer and step as a hash of (seed, step, layer).
 
-    A hash has no hidden state: the draw is the same on every device and process, a resumed run continues it by restoring
-    ``state``, and a compiled graph computes it itself, so that no draw causes a recompilation. The buffers are not part
-    of the model's state dict, which holds weights only.
+    A hash has no hidden state: the draw is the same on every device and process, a resumed run continues it by
+    restoring ``state``, and a compiled graph computes it itself, so that no draw causes a recompilation. The buffer is
+    not part of the model's state dict, which holds weights only.
     """
 
     state: Tensor

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import LongformerAttention, build_attention
+from ..attention import FullAttention, LinformerAttention, LongformerAttention, build_attention
 from ..config import ModelConfig
 from ..geometry import Grid
 from ..position import AbsolutePosition, AbsolutePosition1d, small_normal
@@ -41,8 +41,8 @@ class Stage(nn.Module):
         self.drop = nn.Dropout(config.drop_rate)
         self.blocks = nn.ModuleList()
         for rate in drop_path:
-            options = {"qkv_bias": config.qkv_bias, "scale": config.qk_scale, "given": self.given is not None}
-            attn = build_attention(stage, grid, **options)
+            given = self.given is not None
+            attn = build_attention(stage, grid, qkv_bias=config.qkv_bias, given=given, scale=config.qk_scale)
             if isinstance(attn, LongformerAttention):
                 attn.neighbours = "self" if config.neighbours == "self" else "all"
                 attn.eval_neighbours = config.eval_neighbours
@@ -92,5 +92,5 @@ class Stage(nn.Module):
     def set_grid(self, grid: Grid) -> None:
         """Make everything that depends on the size of the map for another one."""
         for module in self.modules():
-            if module is not self and hasattr(module, "set_grid"):
+            if isinstance(module, (AbsolutePosition, AbsolutePosition1d, FullAttention, LinformerAttention)):
                 module.set_grid(grid)

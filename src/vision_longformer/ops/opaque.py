@@ -3,10 +3,8 @@
 The forward keeps the log-sum-exp of each query's scores; the backward recomputes the scores from it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,22 +26,20 @@ def opaque(name: str, forward: Forward, backward: Backward) -> Callable[..., Ten
     """
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], global_bias: Optional[Tensor],
-        neighbour: Optional[Tensor], height: int, width: int, window: int, rule: str, neighbours: str, scale: float,
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, global_bias: Tensor | None,
+        neighbour: Tensor | None, height: int, width: int, window: int, rule: str, neighbours: str, scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         spec = LocalSpec(Grid(height, width), window, rule, neighbours, 1, scale)
         return forward(q, k, v, bias, global_bias, neighbour, spec)
 
     def run_backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], global_bias: Optional[Tensor],
-        neighbour: Optional[Tensor], out: Tensor, lse: Tensor,
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, global_bias: Tensor | None,
+        neighbour: Tensor | None, out: Tensor, lse: Tensor,
         height: int, width: int, window: int, rule: str, neighbours: str, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         spec = LocalSpec(Grid(height, width), window, rule, neighbours, 1, scale)
         return backward(grad, q, k, v, bias, global_bias, neighbour, out, lse, spec)
 
-    for function, types in ((run, _FORWARD_TYPES), (run_backward, _BACKWARD_TYPES)):
-        function.__annotations__ = types
     op = torch.library.custom_op(f"vision_longformer::{name}", run, mutates_args=())
     grad_op = torch.library.custom_op(f"vision_longformer::{name}_backward", run_backward, mutates_args=())
     op.register_fake(_fake)
@@ -59,21 +55,6 @@ def opaque(name: str, forward: Forward, backward: Backward) -> Callable[..., Ten
         return op(q, k, v, bias, global_bias, neighbour, *settings)[0]
 
     return attend
-
-
-_SETTINGS: dict[str, Any] = {"height": int, "width": int, "window": int, "rule": str, "neighbours": str, "scale": float}
-_INPUTS: dict[str, Any] = {
-    **dict.fromkeys(("q", "k", "v"), Tensor),
-    **dict.fromkeys(("bias", "global_bias", "neighbour"), Optional[Tensor]),
-}
-_FORWARD_TYPES = {**_INPUTS, **_SETTINGS, "return": tuple[Tensor, Tensor]}
-_BACKWARD_TYPES = {
-    "grad": Tensor,
-    **_INPUTS,
-    **dict.fromkeys(("out", "lse"), Tensor),
-    **_SETTINGS,
-    "return": tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-}
 
 
 def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

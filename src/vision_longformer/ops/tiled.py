@@ -92,7 +92,7 @@ def _backward(
                 chunks.gather(image, images, rows, buffer)
             packed = [x.to(kind).flatten(4, 5).flatten(0, 3) for x in views]
             flat = [x.flatten(0, 3) for x in (tile_k, tile_v, tile_dk, tile_dv, scores, grads)]
-            tile_dq = _tile_gradients(*packed, *flat, added, spec.scale)
+            tile_dq = _tile_gradients(packed, flat, added, spec.scale)
             chunks.queries(grad_q, images, rows).copy_(tile_dq.view(views[0].shape))
             for buffer, total, image in ((tile_dk, grad_globals[0], grad_k), (tile_dv, grad_globals[1], grad_v)):
                 total[images] += buffer[..., :global_tokens, :].sum((1, 2))
@@ -109,11 +109,14 @@ def _backward(
     return grad_q.flatten(1, 2), full[0], full[1], biases[0], biases[1]
 
 
-def _tile_gradients(
-    q: Tensor, grad: Tensor, lse: Tensor, delta: Tensor, k: Tensor, v: Tensor, grad_k: Tensor, grad_v: Tensor,
-    scores: Tensor, grads: Tensor, bias: Tensor | None, scale: float,
-) -> Tensor:  # fmt: skip
-    """Gradients of a tile of (n, queries or keys, dim): keys, values and scores into the buffers, queries returned."""
+def _tile_gradients(queries: list[Tensor], buffers: list[Tensor], bias: Tensor | None, scale: float) -> Tensor:
+    """Gradients of a tile: of keys, values and scores into the buffers; those of the queries are returned.
+
+    ``queries``: q, gradient, log-sum-exp, delta, all (n, queries, dim or 1). ``buffers``: k, v and their gradients
+    (n, keys, dim), scores and their gradients (n, queries, keys).
+    """
+    q, grad, lse, delta = queries
+    k, v, grad_k, grad_v, scores, grads = buffers
     if bias is None:
         scores.copy_((-lse).expand_as(scores))
     else:
@@ -130,13 +133,15 @@ def _tile_gradients(
 def _add_table_gradient(chunks: ChunkClass, summed: Tensor, table: Tensor) -> None:
     """Sum score gradients (heads, queries, keys) of a class into the entries of the offset table they came from."""
     for piece in chunks.pieces:
-        rows, columns = (x + size // 2 for x, size in zip(chunks.offsets(piece, table.device), table.shape[1:], strict=True))
+        rows, columns = (
+            x + size // 2 for x, size in zip(chunks.offsets(piece, table.device), table.shape[1:], strict=True)
+        )
         index = (rows[:, None, :, None] * table.shape[2] + columns[:, None]).flatten()
         table.view(len(table), -1).index_add_(1, index, summed[..., piece.keys].flatten(1))
 
 
 def _buffers(scratch: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-    """Contiguous buffers cut from ``scratch``, which is renewed if too small: fresh pages cost as much as arithmetic."""
+    """Contiguous buffers cut from ``scratch``, renewed if too small: fresh pages cost as much as arithmetic."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     if scratch.numel() < sum(sizes):
         scratch = scratch.new_empty(sum(sizes))

@@ -119,7 +119,7 @@ class ChunkClass:
     def bias(
         self, table: Tensor | None, global_bias: Tensor | None, spec: LocalSpec, heads: int, like: Tensor
     ) -> Tensor | None:
-        """What is added to the scores of each chunk, (heads, queries, keys) of the type of ``like``; None for nothing."""
+        """What is added to the scores of each chunk, (heads, queries, keys) of the type of ``like``, if anything."""
         holes = any(not all(piece.rows.counts + piece.columns.counts) for piece in self.pieces)
         if table is None and global_bias is None and spec.rule != "exact" and not holes:
             return None
@@ -132,7 +132,10 @@ class ChunkClass:
             if table is not None:
                 part.copy_(table_lookup(table, rows, columns).transpose(2, 3).flatten(3).flatten(1, 2))
             if spec.rule == "exact" or holes:
-                seen = _axis_seen(rows, piece.rows, spec)[:, None, :, None] & _axis_seen(columns, piece.columns, spec)[:, None]
+                seen = (
+                    _axis_seen(rows, piece.rows, spec)[:, None, :, None]
+                    & _axis_seen(columns, piece.columns, spec)[:, None]
+                )
                 part.masked_fill_(~seen.flatten(2).flatten(0, 1), float("-inf"))
         return total
 

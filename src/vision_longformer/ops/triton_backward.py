@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from .triton_device import (
-    bias_of,
     load_rows,
     local_scores,
     own_rectangle,
@@ -108,7 +107,7 @@ def key_gradient_kernel(
         products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
         down, right = q_row[None, :] - k_row[:, None], q_column[None, :] - k_column[:, None]
         pairs = k_present[:, None] & present[None, :]
-        scores, seen = local_scores(products, down, right, pairs, bias_of(bias_ptr, head, WINDOW), scale, WINDOW, RULE)
+        scores, seen = local_scores(products, down, right, pairs, bias_ptr, head, scale, WINDOW, RULE)
         weights = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
         value_gradient = tl.dot(weights.to(grads.dtype), grads, value_gradient, input_precision=PRECISION)
         grad_weights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)

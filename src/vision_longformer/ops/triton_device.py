@@ -85,45 +85,48 @@ def surroundings(
     """The two rectangles (the second empty but for ``one``) a chunk sees, or for DIRECTION -1 is seen from."""
     row, column = place.chunk_row, place.chunk_column
     if NEIGHBOURS == "all":
-        return rectangle(row - 1, column - 1, place, WINDOW, 3, CLIP), Rectangle(0, 0, 1, 0)
-    own = rectangle(row, column, place, WINDOW, 1, CLIP)
-    if NEIGHBOURS == "self":
-        return own, Rectangle(0, 0, 1, 0)
-    neighbour = tl.load(neighbour_ptr).to(tl.int32)
-    block = tl.where(neighbour <= 4, neighbour - 1, neighbour)
-    row += (block // 3 - 1) * DIRECTION
-    column += (block % 3 - 1) * DIRECTION
-    return own, rectangle(row, column, place, WINDOW, 1, CLIP)
+        first = rectangle(row - 1, column - 1, place, WINDOW, 3, CLIP)
+    else:
+        first = rectangle(row, column, place, WINDOW, 1, CLIP)
+    if NEIGHBOURS == "one":
+        neighbour = tl.load(neighbour_ptr).to(tl.int32)
+        block = tl.where(neighbour <= 4, neighbour - 1, neighbour)
+        row += (block // 3 - 1) * DIRECTION
+        column += (block % 3 - 1) * DIRECTION
+        second = rectangle(row, column, place, WINDOW, 1, CLIP)
+    else:
+        second = Rectangle(0, 0, 1, 0)
+    return first, second
 
 
 @triton.jit
 def position(index, first, second, NEIGHBOURS: tl.constexpr):
     """Row, column and presence of the index-th position of two rectangles."""
+    top, left, width, count = first.top, first.left, first.width, first.count
     if NEIGHBOURS == "one":
         later = index >= first.count
         index = tl.where(later, index - first.count, index)
-        width = tl.where(later, second.width, first.width)
-        row = tl.where(later, second.top, first.top) + index // width
-        column = tl.where(later, second.left, first.left) + index % width
-        return row, column, (index >= 0) & (index < tl.where(later, second.count, first.count))
-    row, column = first.top + index // first.width, first.left + index % first.width
-    return row, column, (index >= 0) & (index < first.count)
+        top, left = tl.where(later, second.top, top), tl.where(later, second.left, left)
+        width, count = tl.where(later, second.width, width), tl.where(later, second.count, count)
+    return top + index // width, left + index % width, (index >= 0) & (index < count)
 
 
 @triton.jit
 def token_at(row, column, place, WINDOW: tl.constexpr, RULE: tl.constexpr):
     """The token of a position, whether it is stored, and whether it counts as a key (zero padding may)."""
     if RULE == "chunk" or RULE == "exact":
+        real_row, real_column = row, column
         stored = (row >= 0) & (row < place.height) & (column >= 0) & (column < place.width)
-        return place.first + row * place.down + column * place.right, stored, stored
-    period, column_period = tl.cdiv(place.height, WINDOW) * WINDOW, tl.cdiv(place.width, WINDOW) * WINDOW
-    real_row, real_column = (row + period) % period, (column + column_period) % column_period
-    inside, column_inside = real_row < place.height, real_column < place.width
-    stored = inside & column_inside
-    token = place.first + real_row * place.down + real_column * place.right
-    if RULE == "cyclic_release":
-        return token, stored, (inside | (real_row != row)) & (column_inside | (real_column != column))
-    return token, stored, stored
+        counts = stored
+    else:
+        period, column_period = tl.cdiv(place.height, WINDOW) * WINDOW, tl.cdiv(place.width, WINDOW) * WINDOW
+        real_row, real_column = (row + period) % period, (column + column_period) % column_period
+        inside, column_inside = real_row < place.height, real_column < place.width
+        stored = inside & column_inside
+        counts = stored
+        if RULE == "cyclic_release":
+            counts = (inside | (real_row != row)) & (column_inside | (real_column != column))
+    return place.first + real_row * place.down + real_column * place.right, stored, counts
 
 
 @triton.jit
@@ -151,24 +154,17 @@ def store_rows(pointer, token, stride, present, rows, DIM: tl.constexpr, BLOCK_D
 
 @triton.jit
 def local_scores(
-    products, down, right, pairs, bias_ptr, scale, WINDOW: tl.constexpr, RULE: tl.constexpr
+    products, down, right, pairs, bias_ptr, head, scale, WINDOW: tl.constexpr, RULE: tl.constexpr
 ):  # fmt: skip
     """Scores in units of log 2 and which of them exist.
 
-    ``down`` and ``right`` are offsets query − key; ``pairs``: query and key present. ``bias_ptr`` of this head or None.
+    ``down`` and ``right`` are offsets query − key; ``pairs``: query and key present. ``bias_ptr`` may be None.
     """
     if RULE == "exact":
         pairs = pairs & (tl.abs(down) <= WINDOW) & (tl.abs(right) <= WINDOW)
     scores = products * (scale * LOG2E)
     if bias_ptr is not None:
-        entry = (down + (2 * WINDOW - 1)) * (4 * WINDOW - 1) + right + (2 * WINDOW - 1)
-        scores += tl.load(bias_ptr + entry, mask=pairs, other=0.0).to(tl.float32) * LOG2E
+        SIDE: tl.constexpr = 4 * WINDOW - 1
+        entry = (down + SIDE // 2) * SIDE + right + SIDE // 2
+        scores += tl.load(bias_ptr + head * (SIDE * SIDE) + entry, mask=pairs, other=0.0).to(tl.float32) * LOG2E
     return scores, pairs
-
-
-@triton.jit
-def bias_of(bias_ptr, head, WINDOW: tl.constexpr):
-    """The bias table of a head, or None."""
-    if bias_ptr is not None:
-        return bias_ptr + head * ((4 * WINDOW - 1) * (4 * WINDOW - 1))
-    return None

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from .triton_device import (
     LOG2E,
-    bias_of,
     load_rows,
     local_scores,
     own_rectangle,
@@ -42,7 +41,7 @@ def tile_scores(
     """Scores (queries, keys) in units of log 2, −∞ where the query does not see the key."""
     down, right = q_row[:, None] - k_row[None, :], q_column[:, None] - k_column[None, :]
     pairs = q_present[:, None] & k_counts[None, :]
-    scores, seen = local_scores(products, down, right, pairs, bias_of(bias_ptr, head, WINDOW), scale, WINDOW, RULE)
+    scores, seen = local_scores(products, down, right, pairs, bias_ptr, head, scale, WINDOW, RULE)
     if global_bias_ptr is not None:
         added = tl.load(global_bias_ptr + head * global_tokens + index, mask=is_global, other=0.0)
         scores += added.to(tl.float32)[None, :] * LOG2E

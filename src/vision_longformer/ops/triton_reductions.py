@@ -12,7 +12,6 @@ import triton.language as tl
 from .triton_device import (
     LOG2E,
     Place,
-    bias_of,
     load_rows,
     local_scores,
     place_of,
@@ -95,7 +94,6 @@ def bias_gradient_kernel(
     row, column, present = position(key, first, second, NEIGHBOURS)
     q_row, q_column, q_present = query // WINDOW, query % WINDOW, query < WINDOW * WINDOW
     down, right = q_row[:, None] - row[None, :], q_column[:, None] - column[None, :]
-    table = bias_of(bias_ptr, head, WINDOW)
 
     gradient = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for item in range(split * share, tl.minimum((split + 1) * share, batches * chunks)):
@@ -110,7 +108,7 @@ def bias_gradient_kernel(
         keys = load_rows(start_of(k, batch, head), k_token, k.token, stored, DIM, BLOCK_D)
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         pairs = inside[:, None] & (counts & present)[None, :]
-        scores, seen = local_scores(products, down, right, pairs, table, scale, WINDOW, RULE)
+        scores, seen = local_scores(products, down, right, pairs, bias_ptr, head, scale, WINDOW, RULE)
         rows = (batch * heads + head).to(tl.int64) * (height * width) + token
         lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)

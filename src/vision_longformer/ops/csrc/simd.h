@@ -112,6 +112,19 @@ VL_INLINE T largest_lane(Vector<T> value) {
 }
 
 template <class T>
+VL_INLINE bool any_above(Vector<T> value, T limit) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4) return _mm512_cmp_ps_mask((__m512)value, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+    return _mm512_cmp_pd_mask((__m512d)value, _mm512_set1_pd(limit), _CMP_GT_OQ) != 0;
+#elif defined(__AVX__)
+    const auto above = value > limit;
+    return !_mm256_testz_si256((__m256i)above, (__m256i)above);
+#else
+    return largest_lane<T>(value) > limit;
+#endif
+}
+
+template <class T>
 VL_INLINE T sum_of_lanes(Vector<T> value) {
     T result = value[0];
     for (int lane = 1; lane < LANES<T>; lane++) result += value[lane];

@@ -1,0 +1,72 @@
+"""``vil convert``."""
+
+from __future__ import annotations
+
+from .output import millions, print_line
+from .sizes import size_text
+
+
+def convert(
+    released: str,
+    converted: str,
+    *,
+    arch: str,
+    attn_type: str = "longformerhand",
+    img_size: int = 224,
+    to: str | None = None,
+    overwrite: bool = False,
+    num_classes: int | None = None,
+    sharew: bool | None = None,
+    share_kv: bool | None = None,
+    norm_embed: bool | None = None,
+    avg_pool: bool | None = None,
+    sw_exact: int | None = None,
+    mode: int | None = None,
+    only_glo: bool | None = None,
+    qkv_bias: bool | None = None,
+) -> None:
+    """Convert a checkpoint of the authors' release to a file of ours, weights and configuration in one.
+
+    The options below 'overwrite' are those of the release, for checkpoints trained with other values than its own.
+
+    Args:
+        released: the .pth file.
+        converted: the .safetensors file to write.
+        arch: the architecture string that the checkpoint was trained with, such as 'l1,h3,d96,n1,s1,g1,p4,f7,a0_…'.
+        attn_type: full, longformerhand, longformerauto, linformer, srformer or performer.
+        img_size: image size that the checkpoint was trained with.
+        to: a name from 'vil models' to bring the weights into, their tables resized.
+        overwrite: replace an existing file.
+        num_classes: the file's by default.
+        sharew: the same weights for global and local tokens.
+        share_kv: the same Linformer projection for keys and values.
+        norm_embed: LayerNorm after the patch embedding.
+        avg_pool: average the tokens instead of taking the first.
+        sw_exact: window rule, 0 chunk, 1 exact, -1 cyclic.
+        mode: 0 all neighbours, -1 the own chunk, above 0 random shift in training.
+        only_glo: global memory without local attention.
+        qkv_bias: a bias in the projections to queries, keys and values.
+    """
+    options = {
+        "num_classes": num_classes,
+        "sharew": sharew,
+        "share_kv": share_kv,
+        "norm_embed": norm_embed,
+        "avg_pool": avg_pool,
+        "sw_exact": sw_exact,
+        "mode": mode,
+        "only_glo": only_glo,
+        "qkv_bias": qkv_bias,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    from .. import adapt_model, load_release, model_config, save
+
+    target = None if to is None else model_config(to)
+    model = load_release(released, arch=arch, attn_type=attn_type, img_size=img_size, **given)
+    if target is not None:
+        kept = ("num_classes", "in_chans", "global_pool")
+        model = adapt_model(model, target.override(**{name: getattr(model.config, name) for name in kept}))
+        print_line(str(model.adapt_report))
+    path = save(model, converted, overwrite=overwrite)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print_line(f"wrote {path}: {millions(count)} M parameters, made for images of {size_text(model.config.img_size)}")

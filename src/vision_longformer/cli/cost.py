@@ -1,0 +1,57 @@
+"""``vil cost``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .output import billions, millions, print_json, print_line, print_table
+from .sizes import parse_size, size_text
+
+if TYPE_CHECKING:
+    from ..analysis import ExecutedMacs, ModelMacs
+
+
+def cost(model: str, *, size: str | None = None, implementation: str = "auto", json: bool = False) -> None:
+    """Show what a model costs, stage by stage: MACs as the paper counts them and as executed.
+
+    Args:
+        model: a name from 'vil models'.
+        size: image size as HEIGHTxWIDTH or one number; the model's own by default.
+        implementation: how to compute local attention; 'vil doctor' lists the names.
+        json: print JSON.
+    """
+    from ..analysis import count_parameters, executed_macs, paper_macs
+    from ..zoo import model_config
+
+    config = model_config(model)
+    image = config.img_size if size is None else parse_size(size)
+    params = count_parameters(config)
+    paper, executed = paper_macs(config, image), executed_macs(config, image, implementation)
+    if json:
+        counts = {"params": params.paper, "trainable_params": params.trainable}
+        executed_data = {"implementation": implementation, **_plain(executed)}
+        print_json({"model": model, "size": image, **counts, "paper": _plain(paper), "executed": executed_data})
+        return
+    print_line(f"{model}, image of {size_text(image)}")
+    fixed = f", of which {millions(params.random_features)} M random features" if params.random_features else ""
+    print_line(f"parameters: {millions(params.paper)} M{fixed}")
+    _print_macs("GMACs as the paper counts", paper, ("patch_embedding", "projections", "products", "mlp"))
+    _print_macs(f"GMACs executed ({implementation})", executed, ("patch_embedding", "carried", "attention", "mlp"))
+
+
+def _plain(macs: ModelMacs | ExecutedMacs) -> dict[str, Any]:
+    stages = [{**vars(stage), "grid": list(stage.grid), "total": stage.total} for stage in macs.stages]
+    return {"stages": stages, "head": macs.head, "total": macs.total}
+
+
+def _print_macs(title: str, macs: ModelMacs | ExecutedMacs, parts: tuple[str, ...]) -> None:
+    """One row per stage, one column per part that occurs."""
+    parts = tuple(part for part in parts if any(getattr(stage, part) for stage in macs.stages))
+    rows = []
+    for number, stage in enumerate(macs.stages, 1):
+        counts = [billions(getattr(stage, part)) for part in parts]
+        rows.append([f"stage {number}", size_text(stage.grid), *counts, billions(stage.total)])
+    blank = [""] * len(parts)
+    rows.append(["head", "", *blank, billions(macs.head)])
+    rows.append(["total", "", *blank, billions(macs.total)])
+    print_table(title, ["", "map", *(part.replace("_", " ") for part in parts), "total"], rows)

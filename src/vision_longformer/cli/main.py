@@ -1,0 +1,50 @@
+"""The entry point of ``vil``: the tree of commands, and what a mistake looks like."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentError
+from importlib.metadata import version
+from typing import NoReturn
+
+from .convert import convert
+from .cost import cost
+from .doctor import doctor
+from .models import models
+from .parser import Group, parser_message, run_command
+from .table_cost import table_cost
+
+COMMANDS = Group(
+    "Multi-Scale Vision Longformer: models, their costs and their weights.",
+    {
+        "doctor": doctor,
+        "models": models,
+        "cost": cost,
+        "table": Group("The tables of the paper beside our values.", {"cost": table_cost}),
+        "convert": convert,
+    },
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command line; a user's mistake is one sentence on stderr and exit code 2."""
+    try:
+        run_command("vil", COMMANDS, list(sys.argv[1:] if argv is None else argv), version("vision-longformer"))
+        sys.stdout.flush()
+    except ArgumentError as error:
+        _fail(parser_message(error))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except OSError as error:
+        _fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+    except ValueError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"vil: {message}", file=sys.stderr)
+    raise SystemExit(2)

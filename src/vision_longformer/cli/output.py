@@ -1,0 +1,65 @@
+"""What commands print: tables for people, JSON and CSV for programs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+Item = TypeVar("Item")
+
+PIPE_WIDTH = 160
+"""Columns of output that goes into a file, where nothing should wrap."""
+
+
+def console() -> Console:
+    """The terminal; text is printed as it is, without markup or guessed colours."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> None:
+    """A table whose first ``left`` columns are text and whose others are numbers."""
+    table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, show_header=any(columns))
+    for index, name in enumerate(columns):
+        table.add_column(Text(name), justify="left" if index < left else "right")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console().print(table)
+
+
+def print_line(text: str) -> None:
+    console().print(text)
+
+
+def print_json(data: Any) -> None:
+    json.dump(data, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def print_csv(rows: Sequence[dict[str, Any]]) -> None:
+    writer = csv.DictWriter(sys.stdout, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+def progress(items: Sequence[Item], doing: str) -> Iterable[Item]:
+    """The items, with a bar on stderr that vanishes at the end; nothing if stderr is no terminal."""
+    terminal = Console(stderr=True)
+    return track(items, doing, console=terminal, transient=True, disable=not terminal.is_terminal)
+
+
+def millions(count: int) -> str:
+    return f"{count / 1e6:.2f}"
+
+
+def billions(count: int) -> str:
+    return f"{count / 1e9:.3f}"

@@ -1,0 +1,98 @@
+"""From a function to a command: arguments, types and help come from its signature and docstring, by jsonargparse.
+
+Parameters without a default are positional, others are options; a positional-only one with a default is positional and
+may be left out. A boolean is a flag, with ``--no_…`` beside it if it is true by default.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import ArgumentError
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jsonargparse import ActionYesNo, ArgumentParser
+
+from ..errors import unknown_name
+
+Function = Callable[..., None]
+
+
+class Group(NamedTuple):
+    """Commands under a common word, as ``vil table cost``."""
+
+    about: str
+    commands: Mapping[str, Function | Group]
+
+
+class _CommandParser(ArgumentParser):
+    """jsonargparse's parser with optional positionals and flags."""
+
+    optional: Mapping[str, Any] = {}
+
+    def add_argument(self, *names: Any, **options: Any) -> Any:
+        if options.get("type") is bool:
+            del options["type"]
+            options["action"] = ActionYesNo() if options.get("default") else "store_true"
+        if names[0] in self.optional:
+            options = {**options, "nargs": "?", "default": self.optional[names[0]]}
+        return super().add_argument(*names, **options)
+
+
+def run_command(program: str, group: Group, argv: list[str], version: str) -> None:
+    """Find the command that ``argv`` names, parse the rest and run it; a group alone prints its help."""
+    path, command = [program], group
+    while isinstance(command, Group):
+        if not argv or argv[0].startswith("-"):
+            _group_parser(" ".join(path), command, version).parse_args(argv or ["--help"])
+            return
+        name, *argv = argv
+        if name not in command.commands:
+            raise unknown_name("command", " ".join([*path[1:], name]), _full_names(path[1:], command))
+        path.append(name)
+        command = command.commands[name]
+    arguments = _command_parser(" ".join(path), command).parse_args(argv)
+    positional, options = _split(command, arguments.as_dict())
+    command(*positional, **options)
+
+
+def _full_names(path: list[str], group: Group) -> list[str]:
+    return [" ".join([*path, name]) for name in group.commands]
+
+
+def _group_parser(program: str, group: Group, version: str) -> ArgumentParser:
+    """A parser that knows help, version and the names of the commands."""
+    parser = ArgumentParser(prog=program, description=group.about, exit_on_error=False, version=version)
+    commands = parser.add_subcommands(metavar="COMMAND", title="commands", description=None)
+    for name, command in group.commands.items():
+        about = command.about if isinstance(command, Group) else _description(command).splitlines()[0]
+        commands.add_subcommand(name, ArgumentParser(), help=about)
+    return parser
+
+
+def _command_parser(program: str, function: Function) -> ArgumentParser:
+    parser = _CommandParser(prog=program, description=_description(function), exit_on_error=False)
+    parser.optional = {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is not parameter.empty
+    }
+    parser.add_function_arguments(function, as_group=False, as_positional=True)
+    return parser
+
+
+def _description(function: Function) -> str:
+    """The docstring up to its list of arguments."""
+    return (inspect.getdoc(function) or "").partition("Args:")[0].strip()
+
+
+def _split(function: Function, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Values of positional-only parameters in order, and the others by name."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = [values.pop(parameter.name) for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
+    return positional, values
+
+
+def parser_message(error: ArgumentError) -> str:
+    """A parser's error as one line."""
+    return " ".join(str(error).split())

@@ -1,0 +1,149 @@
+// The bias of all pairs of queries and keys of a chunk, expanded from its table, and the way back for gradients.
+#pragma once
+
+#include <cmath>
+
+#include "plan.h"
+
+namespace vision_longformer {
+namespace VL_LEVEL {
+
+constexpr double LOG2_E = 1.4426950408889634074, LN_2 = 0.69314718055994530942;
+
+// Part of a matrix of queries by keys, panel by panel: element (query, key) of it is at
+// data[key / PANEL * panel_stride + query * PANEL + key % PANEL].
+template <class T>
+struct PanelMatrix {
+    T* data;
+    Index panel_stride;
+
+    VL_INLINE T* at(Index panel, Index query) const { return data + panel * panel_stride + query * PANEL<T>; }
+};
+
+// Expanded once per head and kind of chunk and then kept, unless windows are so large that they would not fit a cache;
+// then expanded anew for every block. Scores are in base 2, so that softmax takes powers of two: all is times log2 e.
+template <class T>
+class Bias {
+   public:
+    static constexpr Index KINDS = 16, LARGEST_CACHE_BYTES = 4 << 20;
+    bool cached;
+
+    void allocate(const Problem& problem, const ChunkPlan<T>& plan, bool gradients, Arena& arena) {
+        problem_ = &problem;
+        head_ = -1;
+        for (Index kind = 0; kind < KINDS; kind++) valid_[kind] = used_[kind] = false;
+        slot_ = plan.largest_queries() * plan.largest_panels() * PANEL<T>;
+        cached = KINDS * slot_ * Index(sizeof(T)) <= LARGEST_CACHE_BYTES;
+        table_ = arena.take<T>(problem.bias_side() * problem.bias_side());
+        global_ = arena.take<T>(problem.global_tokens);
+        expanded_ = arena.take<T>(cached ? KINDS * slot_ : 0);
+        gradients_ = arena.take<T>(cached && gradients ? KINDS * slot_ : 0);
+    }
+
+    // Bias of the plan's chunk, all of it.
+    PanelMatrix<T> of(const ChunkPlan<T>& plan) {
+        const PanelMatrix<T> matrix{expanded_ + plan.kind * slot_, plan.queries * PANEL<T>};
+        if (!valid_[plan.kind]) expand(plan, 0, plan.panels, 0, plan.queries, matrix);
+        valid_[plan.kind] = true;
+        return matrix;
+    }
+
+    // Where gradients of the plan's kind of chunk are summed up, until `fold_kept`.
+    PanelMatrix<T> gradients_of(const ChunkPlan<T>& plan) {
+        T* data = gradients_ + plan.kind * slot_;
+        if (!used_[plan.kind]) std::memset(data, 0, sizeof(T) * slot_);
+        used_[plan.kind] = true;
+        return {data, plan.queries * PANEL<T>};
+    }
+    bool has_gradients_of(Index kind) const { return used_[kind]; }
+    PanelMatrix<T> take_gradients_of(const ChunkPlan<T>& plan) {
+        used_[plan.kind] = false;
+        return {gradients_ + plan.kind * slot_, plan.queries * PANEL<T>};
+    }
+
+    // Must be called before the bias of another head is asked for.
+    void select_head(Index head) {
+        if (head == head_) return;
+        head_ = head;
+        for (bool& valid : valid_) valid = false;
+        const Index side = problem_->bias_side(), size = side * side, w = problem_->window;
+        const T* table = static_cast<const T*>(problem_->bias);
+        for (Index row = 0; row < side; row++)
+            for (Index column = 0; column < side; column++) {
+                const Index entry = row * side + column, dy = row - (2 * w - 1), dx = column - (2 * w - 1);
+                const bool near = dy >= -w && dy <= w && dx >= -w && dx <= w;
+                const T value = table ? table[head * size + entry] * T(LOG2_E) : T(0);
+                table_[size - 1 - entry] = problem_->rule == RULE_EXACT && !near ? -T(INFINITY) : value;
+            }
+        const T* global = static_cast<const T*>(problem_->global_bias);
+        for (Index token = 0; token < problem_->global_tokens; token++)
+            global_[token] = global ? global[head * problem_->global_tokens + token] * T(LOG2_E) : T(0);
+    }
+
+    // Fills `target` for some panels and queries of the plan; element (0, 0) of it is (first panel, first query).
+    void expand(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin, Index query_end,
+                PanelMatrix<T> target) const {
+        for (Index panel = panel_begin; panel < panel_end; panel++)
+            for (int part = 0; part < PANEL<T>; part += LANES<T>) {
+                const Index key = panel * PANEL<T> + part;
+                const bool consecutive = are_consecutive(plan, key);
+                for (Index query = query_begin; query < query_end; query++) {
+                    T* values = target.at(panel - panel_begin, query - query_begin) + part;
+                    const T* row = table_ + plan.query_start[query];
+                    if (consecutive)
+                        store<T>(values, load<T>(row + plan.key_offset[key]));
+                    else
+                        for (int lane = 0; lane < LANES<T>; lane++) values[lane] = entry(plan, key + lane, row);
+                }
+            }
+    }
+
+    // Adds `source` to a reversed gradient of the table and to that of the global bias; either may be null.
+    void fold(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin, Index query_end,
+              PanelMatrix<T> source, T* table, T* global) const {
+        for (Index panel = panel_begin; panel < panel_end; panel++)
+            for (int part = 0; part < PANEL<T>; part += LANES<T>) {
+                const Index key = panel * PANEL<T> + part;
+                const bool consecutive = are_consecutive(plan, key);
+                for (Index query = query_begin; query < query_end; query++) {
+                    const T* values = source.at(panel - panel_begin, query - query_begin) + part;
+                    T* row = table ? table + plan.query_start[query] : nullptr;
+                    if (consecutive && row)
+                        store<T>(row + plan.key_offset[key], load<T>(row + plan.key_offset[key]) + load<T>(values));
+                    else if (!consecutive)
+                        for (int lane = 0; lane < LANES<T>; lane++)
+                            add_entry(plan, key + lane, values[lane], row, global);
+                }
+            }
+    }
+
+   private:
+    const Problem* problem_;
+    T *table_, *global_, *expanded_, *gradients_;
+    Index head_, slot_;
+    bool valid_[KINDS], used_[KINDS];
+
+    // Whether the vector of keys from `key` on is a run of local keys, so that its entries are consecutive.
+    static bool are_consecutive(const ChunkPlan<T>& plan, Index key) {
+        const Index first = plan.key_offset[key];
+        bool result = first >= 0;
+        for (int lane = 1; lane < LANES<T>; lane++) result = result && plan.key_offset[key + lane] == first + lane;
+        return result;
+    }
+    T entry(const ChunkPlan<T>& plan, Index key, const T* row) const {
+        const Index offset = plan.key_offset[key];
+        if (offset >= 0) return row[offset];
+        return offset == ChunkPlan<T>::GLOBAL ? global_[plan.key_token[key]] : -T(INFINITY);
+    }
+    static void add_entry(const ChunkPlan<T>& plan, Index key, T value, T* row, T* global) {
+        const Index offset = plan.key_offset[key];
+        if (offset >= 0) {
+            if (row) row[offset] += value;
+        } else if (offset == ChunkPlan<T>::GLOBAL && global) {
+            global[plan.key_token[key]] += value;
+        }
+    }
+};
+
+}  // namespace VL_LEVEL
+}  // namespace vision_longformer
