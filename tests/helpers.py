@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vision_longformer import local_attention
+from vision_longformer import ModelConfig, StageConfig, VisionLongformer, local_attention
+from vision_longformer import config as cfg
 from vision_longformer.geometry import Grid
 from vision_longformer.ops import why_not
 from vision_longformer.ops.spec import LocalSpec
@@ -105,3 +106,80 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float, what: str = "r
     error = (got.double() - expected.double()).abs().max().item()
     largest = max(1.0, expected.abs().max().item())
     assert error <= tolerance * largest, f"{what} is off by {error:.2e}, the largest value being {largest:.2e}"
+
+
+# Small models: every family and mechanism, shallow and narrow, for images of 64×64
+
+
+def small_config(
+    *mechanisms: cfg.AttentionConfig,
+    position: str = "absolute",
+    tokens: tuple[int, ...] | None = None,
+    patches: tuple[int, ...] | None = None,
+    depth: tuple[int, ...] | None = None,
+    **options: Any,
+) -> ModelConfig:
+    """One stage per mechanism: widths 8, 8, 16, 16, …, patches of 4, 2, 2, …, one block each, for five classes."""
+    count = len(mechanisms)
+    patches = patches or (4, *[2] * (count - 1))
+    tokens = tokens or (1,) * count
+    depth = depth or (1,) * count
+    stages = [
+        StageConfig(8 if index < 2 else 16, depth[index], 2, patches[index], mechanism, tokens[index], position)
+        for index, mechanism in enumerate(mechanisms)
+    ]
+    return ModelConfig(tuple(stages), **{"img_size": (64, 64), "num_classes": 5, **options})
+
+
+def _small_models() -> dict[str, ModelConfig]:
+    local, full, linear = cfg.Longformer(window=2), cfg.Full(), cfg.Linformer(6)
+    last_without = (1, 1, 1, 0)
+    sra = [cfg.SpatialReduction(ratio) for ratio in (16, 8, 4, 2)]
+    separate = cfg.Longformer(window=2, share_weights=False)
+    models = {
+        "vil": small_config(*[local] * 4, position="relative", tokens=last_without, depth=(1, 1, 2, 1)),
+        "vil_ape": small_config(*[local] * 4, tokens=last_without),
+        "vil_exact": small_config(*[cfg.Longformer(window=2, rule="exact")] * 3, position="relative"),
+        "vil_cyclic": small_config(*[cfg.Longformer(window=3, rule="cyclic")] * 3, position="relative"),
+        "vil_separate": small_config(*[separate] * 3, position="relative", tokens=(2, 2, 2), global_pool="token"),
+        "vil_no_tokens": small_config(*[local] * 3, position="relative", tokens=(0, 0, 0)),
+        "partial_vil": small_config(local, local, full, full, position="relative", tokens=last_without),
+        "full": small_config(*[full] * 4, tokens=last_without),
+        "full_relative": small_config(*[full] * 3, position="relative", global_pool="token", patches=(8, 2, 2)),
+        "linformer": small_config(*[linear] * 4, tokens=last_without),
+        "partial_linformer": small_config(cfg.Linformer(6, share_kv=False), linear, full, full, tokens=last_without),
+        "sra64": small_config(*sra, tokens=last_without),
+        "partial_sra32": small_config(*sra[1:3], full, full, tokens=last_without),
+        "global": small_config(*[cfg.GlobalMemory()] * 4, tokens=(4, 4, 2, 2)),
+        "partial_global": small_config(
+            cfg.GlobalMemory(), cfg.GlobalMemory(), full, full, position="relative", tokens=(3, 2, 1, 1)
+        ),
+        "performer": small_config(*[cfg.Performer(8)] * 4, tokens=last_without),
+        "partial_performer": small_config(cfg.Performer(8), cfg.Performer(8), full, full, tokens=last_without),
+        "three_stages": small_config(local, local, full, patches=(8, 2, 2), position="relative", tokens=(1, 1, 0)),
+        "two_stages": small_config(local, full, position="none", tokens=(0, 0)),
+        "five_stages": small_config(*[local] * 5, patches=(2,) * 5, position="relative"),
+        "flat": small_config(full, patches=(16,), depth=(3,), global_pool="token"),
+        "flat_1d": small_config(full, patches=(16,), position="absolute_1d", tokens=(2,)),
+        "carried": small_config(local, local, full, position="relative", tokens=(2, 2, 2), carry_global_tokens=True),
+        "dropped_rest": small_config(local, local, full, position="relative", patch_remainder="drop"),
+    }
+    plain = {"norm_embed": False, "qkv_bias": False, "qk_scale": 0.3, "mlp_ratio": 2.0}
+    return models | {"plain": small_config(local, full, position="relative", **plain)}
+
+
+SMALL_MODELS = _small_models()
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> VisionLongformer:
+    """A small model by name, seeded, with biases and tables large enough to matter."""
+    torch.manual_seed(1)
+    model = VisionLongformer(SMALL_MODELS[name], **options)
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype)
+
+
+def image(height: int = 64, width: int = 64, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(2)).to(dtype)

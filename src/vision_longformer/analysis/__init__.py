@@ -1,6 +1,6 @@
 """What models cost: parameters and multiply-accumulates, as the paper counts them and as they really are."""
 
-from .executed import ExecutedMacs, executed_macs
+from .executed import executed_macs
 from .macs import ModelMacs, paper_macs
 from .paper_tables import PaperEntry, paper_entries
 from .parameters import ParameterCount, count_parameters
@@ -8,7 +8,6 @@ from .report import CostRow, agreement, compare_entry
 
 __all__ = [
     "CostRow",
-    "ExecutedMacs",
     "ModelMacs",
     "PaperEntry",
     "ParameterCount",

@@ -8,8 +8,8 @@ refused, never counted as nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..config import ModelConfig, size_pair
 from ..geometry import Grid
 from ..model import VisionLongformer
 from .kernels import kernel_formulas
+from .macs import ModelMacs, StageMacs
 
 TRANSPARENT = ("aten", "prim", "prims")
 """Operator families that torch's counter knows, or that do no matrix product."""
@@ -27,41 +28,20 @@ TRANSPARENT = ("aten", "prim", "prims")
 UNCOUNTED = ("mv", "addmv", "dot", "vdot", "_trilinear", "_int_mm")
 """Products of the first family that torch's counter takes for nothing."""
 
-
-@dataclass(frozen=True)
-class ExecutedStage:
-    """Of a stage with all its blocks, for one image; ``carried`` is the projection of tokens from the stage before."""
-
-    grid: Grid
-    patch_embedding: int
-    carried: int
-    attention: int
-    mlp: int
-
-    @property
-    def total(self) -> int:
-        return self.patch_embedding + self.carried + self.attention + self.mlp
+PARTS = {
+    "patch_embedding": r"patch_embed",
+    "carried": r"carry",
+    "attention": r"blocks\.\d+\.attn",
+    "mlp": r"blocks\.\d+\.mlp",
+}
+"""Parts of a stage and their modules; ``carried`` projects the global tokens of the stage before."""
 
 
-@dataclass(frozen=True)
-class ExecutedMacs:
-    """Of a whole model, for one image."""
-
-    stages: tuple[ExecutedStage, ...]
-    head: int
-
-    @property
-    def total(self) -> int:
-        return sum(stage.total for stage in self.stages) + self.head
-
-
-def executed_macs(
-    config: ModelConfig, size: tuple[int, int] | None = None, implementation: str = "auto"
-) -> ExecutedMacs:
+def executed_macs(config: ModelConfig, size: tuple[int, int] | None = None, implementation: str = "auto") -> ModelMacs:
     """The cost of an image of ``size`` (default: the model's own) in evaluation.
 
     ``implementation`` of local attention is a name in :data:`~vision_longformer.ops.IMPLEMENTATIONS` or ``"auto"``, the
-    first that takes tensors without data. Weights are float64, to which autocast, unknown to such tensors, never applies.
+    first that takes tensors without data. Weights are float64, which autocast, unknown to such tensors, leaves alone.
     """
     height, width = size_pair(size or config.img_size)
     with torch.device("meta"):
@@ -98,20 +78,20 @@ class _RefuseUncounted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _by_stage(grids: list[Grid], counter: FlopCounterMode) -> ExecutedMacs:
-    """The counter's results by module name, gathered by stage."""
+def _by_stage(grids: list[Grid], counter: FlopCounterMode) -> ModelMacs:
+    """The counter's results by module name, gathered by stage and part."""
     root = VisionLongformer.__name__
     macs = {name: sum(counts.values()) // 2 for name, counts in counter.get_flop_counts().items()}
     stages = []
     for index, grid in enumerate(grids):
-        prefix = f"{root}.stages.{index}."
-        own = {name.removeprefix(prefix): count for name, count in macs.items() if name.startswith(prefix)}
-        attention, mlp = (
-            sum(count for name, count in own.items() if name.startswith("blocks.") and name.endswith(part))
-            for part in (".attn", ".mlp")
-        )
-        stages.append(ExecutedStage(grid, own.get("patch_embed", 0), own.get("carry", 0), attention, mlp))
-    result = ExecutedMacs(tuple(stages), macs.get(f"{root}.head", 0))
-    if result.total != counter.get_total_flops() // 2:
-        raise RuntimeError(f"{counter.get_total_flops() // 2 - result.total} MACs were executed outside known modules")
+        parts = {part: _matching(macs, rf"{root}\.stages\.{index}\.{module}") for part, module in PARTS.items()}
+        stages.append(StageMacs(grid, parts))
+    result = ModelMacs(tuple(stages), macs.get(f"{root}.head", 0))
+    missed = counter.get_total_flops() // 2 - result.total
+    if missed:
+        raise RuntimeError(f"{missed} MACs were executed outside the modules that are counted")
     return result
+
+
+def _matching(macs: dict[str, int], pattern: str) -> int:
+    return sum(count for name, count in macs.items() if re.fullmatch(pattern, name))

@@ -40,8 +40,8 @@ def _formula(names: list[str]) -> Callable[..., int]:
 def block_pairs(grid: Grid, window: int, rule: str, neighbours: str = "all") -> int:
     """Pairs of a query and a local key over the nine blocks of each query, or (``"self"``) over its own.
 
-    Kernels compute these whole, and the ``exact`` rule then masks some. Keys beyond the map are left out, but cyclic rules
-    multiply padding with the rest.
+    Kernels compute these whole, and the ``exact`` rule then masks some. Keys beyond the map are left out, but cyclic
+    rules multiply padding with the rest.
     """
     cpu = torch.device("cpu")
     inside = chunk_tables(grid, window, "chunk", cpu).valid

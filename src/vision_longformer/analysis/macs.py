@@ -18,21 +18,14 @@ from ..geometry import Grid
 
 @dataclass(frozen=True)
 class StageMacs:
-    """Of a stage with all its blocks, for one image.
-
-    ``projections`` are the linear layers and convolutions of the attention, ``products`` its products of tokens with
-    tokens or features.
-    """
+    """Of a stage with all its blocks, for one image: the map of its tokens and the MACs of its parts."""
 
     grid: Grid
-    patch_embedding: int
-    projections: int
-    products: int
-    mlp: int
+    parts: dict[str, int]
 
     @property
     def total(self) -> int:
-        return self.patch_embedding + self.projections + self.products + self.mlp
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -48,24 +41,24 @@ class ModelMacs:
 
 
 def paper_macs(config: ModelConfig, size: tuple[int, int] | None = None) -> ModelMacs:
-    """The cost of an image of ``size`` (default: the model's own) as the paper counts it."""
+    """The cost of an image of ``size`` (default: the model's own) as the paper counts it.
+
+    Of the parts, ``projections`` are the linear layers and convolutions of the attention, ``products`` its products of
+    tokens with tokens or features.
+    """
     has_memory = any(isinstance(stage.attention, cfg.GlobalMemory) for stage in config.stages)
     stages, in_chans = [], config.in_chans
     for index, (stage, grid) in enumerate(zip(config.stages, config.grids(size), strict=True)):
         tokens = grid.tokens + (stage.global_tokens if has_memory else 0)
         later_stages = len(config.stages) - 1 - index
-        projections = _projections(stage, grid, tokens)
-        products = _pairs(stage, grid, later_stages) * stage.dim
-        mlp = 2 * tokens * stage.dim * int(stage.dim * config.mlp_ratio)
-        stages.append(
-            StageMacs(
-                grid,
-                patch_embedding=(stage.patch**2 * in_chans + 1) * stage.dim * grid.tokens,
-                projections=stage.depth * projections,
-                products=stage.depth * products,
-                mlp=stage.depth * mlp,
-            )
-        )
+        hidden = int(stage.dim * config.mlp_ratio)
+        parts = {
+            "patch_embedding": (stage.patch**2 * in_chans + 1) * stage.dim * grid.tokens,
+            "projections": stage.depth * _projections(stage, grid, tokens),
+            "products": stage.depth * _pairs(stage, grid, later_stages) * stage.dim,
+            "mlp": stage.depth * 2 * tokens * stage.dim * hidden,
+        }
+        stages.append(StageMacs(grid, parts))
         in_chans = stage.dim
     return ModelMacs(tuple(stages), head=in_chans * config.num_classes)
 

@@ -47,7 +47,7 @@ def _count_single(config: ModelConfig) -> tuple[ParameterCount, tuple[ParameterC
     """For stages of one block: what is outside the blocks, and each stage's block."""
     with torch.device("meta"):
         model = VisionLongformer(config)
-    blocks = tuple(_count(stage.blocks) for stage in model.stages)
+    blocks = tuple(_count(model.get_submodule(f"stages.{index}.blocks")) for index in range(len(config.stages)))
     inside = sum(blocks, ParameterCount(0, 0))
     return _count(model) + inside * -1, blocks
 

@@ -42,5 +42,5 @@ def split_linear(linear: nn.Linear, rows: int) -> tuple[tuple[Tensor, Tensor | N
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
     """Softmax attention in the layout (B, tokens, heads, head_dim); ``mask`` (heads, queries, keys) is added."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = None if mask is None else mask.to(q.dtype)
+    mask = None if mask is None else mask.to(q.dtype)[None]
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).transpose(1, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .output import millions, print_line
 from .sizes import size_text
 
@@ -47,7 +49,9 @@ def convert(
         only_glo: global memory without local attention.
         qkv_bias: a bias in the projections to queries, keys and values.
     """
-    options = {
+    from .. import adapt_model, load_release, model_config, save
+
+    options: dict[str, Any] = {
         "num_classes": num_classes,
         "sharew": sharew,
         "share_kv": share_kv,
@@ -59,8 +63,6 @@ def convert(
         "qkv_bias": qkv_bias,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    from .. import adapt_model, load_release, model_config, save
-
     target = None if to is None else model_config(to)
     model = load_release(released, arch=arch, attn_type=attn_type, img_size=img_size, **given)
     if target is not None:

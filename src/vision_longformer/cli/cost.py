@@ -8,7 +8,7 @@ from .output import billions, millions, print_json, print_line, print_table
 from .sizes import parse_size, size_text
 
 if TYPE_CHECKING:
-    from ..analysis import ExecutedMacs, ModelMacs
+    from ..analysis import ModelMacs
 
 
 def cost(model: str, *, size: str | None = None, implementation: str = "auto", json: bool = False) -> None:
@@ -35,21 +35,21 @@ def cost(model: str, *, size: str | None = None, implementation: str = "auto", j
     print_line(f"{model}, image of {size_text(image)}")
     fixed = f", of which {millions(params.random_features)} M random features" if params.random_features else ""
     print_line(f"parameters: {millions(params.paper)} M{fixed}")
-    _print_macs("GMACs as the paper counts", paper, ("patch_embedding", "projections", "products", "mlp"))
-    _print_macs(f"GMACs executed ({implementation})", executed, ("patch_embedding", "carried", "attention", "mlp"))
+    _print_macs("GMACs as the paper counts", paper)
+    _print_macs(f"GMACs executed ({implementation})", executed)
 
 
-def _plain(macs: ModelMacs | ExecutedMacs) -> dict[str, Any]:
-    stages = [{**vars(stage), "grid": list(stage.grid), "total": stage.total} for stage in macs.stages]
+def _plain(macs: ModelMacs) -> dict[str, Any]:
+    stages = [{"map": stage.grid, **stage.parts, "total": stage.total} for stage in macs.stages]
     return {"stages": stages, "head": macs.head, "total": macs.total}
 
 
-def _print_macs(title: str, macs: ModelMacs | ExecutedMacs, parts: tuple[str, ...]) -> None:
+def _print_macs(title: str, macs: ModelMacs) -> None:
     """One row per stage, one column per part that occurs."""
-    parts = tuple(part for part in parts if any(getattr(stage, part) for stage in macs.stages))
+    parts = [part for part in macs.stages[0].parts if any(stage.parts[part] for stage in macs.stages)]
     rows = []
     for number, stage in enumerate(macs.stages, 1):
-        counts = [billions(getattr(stage, part)) for part in parts]
+        counts = [billions(stage.parts[part]) for part in parts]
         rows.append([f"stage {number}", size_text(stage.grid), *counts, billions(stage.total)])
     blank = [""] * len(parts)
     rows.append(["head", "", *blank, billions(macs.head)])

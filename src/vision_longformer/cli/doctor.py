@@ -26,7 +26,7 @@ PACKAGES = (
 )
 
 CASES = (("chunk", (28, 28)), ("chunk", (14, 14)), ("exact", (28, 28)))
-"""Window rules and maps that implementations are asked about, with chunks of 7×7: the first is what models mostly do."""
+"""Window rules and maps that implementations are asked about, with chunks of 7×7; models mostly do the first."""
 
 
 def doctor() -> None:

@@ -41,7 +41,8 @@ class _CommandParser(ArgumentParser):
 
 def run_command(program: str, group: Group, argv: list[str], version: str) -> None:
     """Find the command that ``argv`` names, parse the rest and run it; a group alone prints its help."""
-    path, command = [program], group
+    path = [program]
+    command: Function | Group = group
     while isinstance(command, Group):
         if not argv or argv[0].startswith("-"):
             _group_parser(" ".join(path), command, version).parse_args(argv or ["--help"])

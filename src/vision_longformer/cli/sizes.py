@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from ..config import size_pair
-
 
 def parse_size(text: str) -> tuple[int, int]:
     """``"1065x1600"`` or ``"224"`` as (height, width)."""
+    from ..config import size_pair
+
     match = re.fullmatch(r"(\d+)(?:[xX×](\d+))?", text.strip())
     if match is None:
         raise ValueError(f"image size is {text!r}; write HEIGHTxWIDTH such as 1065x1600, or one number for a square")

@@ -47,9 +47,8 @@ def _print(rows: list[CostRow], summary: dict[str, dict[str, int]]) -> None:
                 print_line(f"  ! {row.entry.model}: {row.remark}")
         print_line("")
     gflops, params = summary["gflops"], summary["params"]
-    print_line(
-        f"to the printed digit: {gflops['agree']} of {gflops['of']} GFLOPs, {params['agree']} of {params['of']} parameters"
-    )
+    counts = f"{gflops['agree']} of {gflops['of']} GFLOPs and {params['agree']} of {params['of']} parameter counts"
+    print_line(f"equal to the printed digit: {counts}")
 
 
 def _cells(value: Comparison) -> tuple[str, str, str, str]:

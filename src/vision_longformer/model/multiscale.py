@@ -171,7 +171,7 @@ class VisionLongformer(nn.Module):
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Layer groups for layer-wise learning rates."""
-        stem = r"^stages\.0\.(patch_embed|global_tokens|position|given)"
+        stem = r"^stages\.0\.(?:patch_embed|global_tokens|position|given)"
         if coarse:
             return {"stem": stem, "blocks": [(r"^stages\.(\d+)", None), (r"^norm", (99999,))]}
         return {

@@ -74,7 +74,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(grad_op: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    inputs, (out, lse) = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+    *inputs, out, lse = ctx.saved_tensors  # read once: gradient checkpointing allows no more
     grads = grad_op(grad, *inputs, out, lse, *ctx.settings)
     given = [g if x is not None else None for g, x in zip(grads, inputs[:5], strict=True)]
     return (*given, None, *(None for _ in ctx.settings))

@@ -2,7 +2,9 @@
 
 Positions are rows and columns of a map. A dilation of d makes d×d interleaved maps of one, and the rest of the code
 works on each of them as on a map of its own. Rows and columns may lie outside the map: there is nothing there, or for
-the cyclic rules what is found by wrapping around.
+the cyclic rules what is found by wrapping around. Rule ``exact`` is rule ``chunk`` with a table that is −∞ far away.
+
+Scores are in units of log 2, because exp2 is the hardware's exponential; so are tables and log-sum-exps.
 """
 
 from __future__ import annotations
@@ -37,11 +39,12 @@ class Place(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """``count`` positions from (top, left), ``width`` in a row."""
+    """``count`` positions from (top, left), ``width`` in a row; ``inverse`` is 1 / width."""
 
     top: Any
     left: Any
     width: Any
+    inverse: Any
     count: Any
 
 
@@ -68,8 +71,9 @@ def rectangle(chunk_row, chunk_column, place, WINDOW: tl.constexpr, SPAN: tl.con
     if CLIP:
         top, left = tl.maximum(top, 0), tl.maximum(left, 0)
         bottom, right = tl.minimum(bottom, place.height), tl.minimum(right, place.width)
-    width = tl.maximum(right - left, 0)
-    return Rectangle(top, left, tl.maximum(width, 1), tl.maximum(bottom - top, 0) * width)
+    count = tl.maximum(bottom - top, 0) * tl.maximum(right - left, 0)
+    width = tl.maximum(right - left, 1)
+    return Rectangle(top, left, width, 1.0 / width, count)
 
 
 @triton.jit
@@ -95,38 +99,58 @@ def surroundings(
         column += (block % 3 - 1) * DIRECTION
         second = rectangle(row, column, place, WINDOW, 1, CLIP)
     else:
-        second = Rectangle(0, 0, 1, 0)
+        second = Rectangle(0, 0, 1, 1.0, 0)
     return first, second
 
 
 @triton.jit
 def position(index, first, second, NEIGHBOURS: tl.constexpr):
-    """Row, column and presence of the index-th position of two rectangles."""
-    top, left, width, count = first.top, first.left, first.width, first.count
+    """Row, column and presence of the index-th position of two rectangles; the first one's start if not present."""
+    count = first.count
+    if NEIGHBOURS == "one":
+        count += second.count
+    present = (index >= 0) & (index < count)
+    index = tl.where(present, index, 0)
+    top, left, width, inverse = first.top, first.left, first.width, first.inverse
     if NEIGHBOURS == "one":
         later = index >= first.count
         index = tl.where(later, index - first.count, index)
         top, left = tl.where(later, second.top, top), tl.where(later, second.left, left)
-        width, count = tl.where(later, second.width, width), tl.where(later, second.count, count)
-    return top + index // width, left + index % width, (index >= 0) & (index < count)
+        width, inverse = tl.where(later, second.width, width), tl.where(later, second.inverse, inverse)
+    # Exact while index is below a million, and several times cheaper than an integer division by a variable.
+    row = ((index + 0.5) * inverse).to(tl.int32)
+    return top + row, left + index - row * width, present
 
 
 @triton.jit
 def token_at(row, column, place, WINDOW: tl.constexpr, RULE: tl.constexpr):
     """The token of a position, whether it is stored, and whether it counts as a key (zero padding may)."""
-    if RULE == "chunk" or RULE == "exact":
+    if RULE == "chunk":
         real_row, real_column = row, column
         stored = (row >= 0) & (row < place.height) & (column >= 0) & (column < place.width)
         counts = stored
     else:
         period, column_period = tl.cdiv(place.height, WINDOW) * WINDOW, tl.cdiv(place.width, WINDOW) * WINDOW
-        real_row, real_column = (row + period) % period, (column + column_period) % column_period
+        real_row, real_column = wrapped(row, period), wrapped(column, column_period)
         inside, column_inside = real_row < place.height, real_column < place.width
         stored = inside & column_inside
         counts = stored
         if RULE == "cyclic_release":
             counts = (inside | (real_row != row)) & (column_inside | (real_column != column))
     return place.first + real_row * place.down + real_column * place.right, stored, counts
+
+
+@triton.jit
+def wrapped(coordinate, period):
+    """A coordinate at most one period outside, moved inside."""
+    coordinate = tl.where(coordinate < 0, coordinate + period, coordinate)
+    return tl.where(coordinate >= period, coordinate - period, coordinate)
+
+
+@triton.jit
+def entry_at(row, column, WINDOW: tl.constexpr):
+    """Differences of these, query − key, index a bias table from its centre."""
+    return row * (4 * WINDOW - 1) + column
 
 
 @triton.jit
@@ -153,18 +177,10 @@ def store_rows(pointer, token, stride, present, rows, DIM: tl.constexpr, BLOCK_D
 
 
 @triton.jit
-def local_scores(
-    products, down, right, pairs, bias_ptr, head, scale, WINDOW: tl.constexpr, RULE: tl.constexpr
-):  # fmt: skip
-    """Scores in units of log 2 and which of them exist.
-
-    ``down`` and ``right`` are offsets query − key; ``pairs``: query and key present. ``bias_ptr`` may be None.
-    """
-    if RULE == "exact":
-        pairs = pairs & (tl.abs(down) <= WINDOW) & (tl.abs(right) <= WINDOW)
-    scores = products * (scale * LOG2E)
-    if bias_ptr is not None:
+def add_table(scores, entry, mask, table_ptr, table_stride, head, WINDOW: tl.constexpr):
+    """Scores, plus the entries of this head's table if there is one; where masked nothing is added."""
+    if table_ptr is not None:
         SIDE: tl.constexpr = 4 * WINDOW - 1
-        entry = (down + SIDE // 2) * SIDE + right + SIDE // 2
-        scores += tl.load(bias_ptr + head * (SIDE * SIDE) + entry, mask=pairs, other=0.0).to(tl.float32) * LOG2E
-    return scores, pairs
+        centre = table_ptr + head * table_stride + SIDE * SIDE // 2
+        scores += tl.load(centre + entry, mask=mask, other=0.0)
+    return scores

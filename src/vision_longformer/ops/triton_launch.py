@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,7 @@ from .triton_device import View
 from .triton_forward import forward_kernel
 from .triton_reductions import bias_gradient_kernel, global_gradient_kernel
 
+LOG2E = 1 / math.log(2)
 PROGRAMS_OF_A_SUM = 1024
 """How many programs share a sum over all queries: enough to fill a GPU, the same on each so that results are too."""
 
@@ -42,9 +44,17 @@ class Problem:
         """The dilation of each head as an int32 tensor, None if there is none."""
         return None if set(self.dilation) == {1} else _on_device(self.dilation, device)
 
+    def table(self, bias: Tensor | None, device: torch.device) -> tuple[Tensor | None, int]:
+        """What is added to local scores in units of log 2, float32, and its stride from head to head."""
+        if bias is None:
+            return (_reach(self.window, device), 0) if self.rule == "exact" else (None, 0)
+        table = bias.float() * LOG2E if self.rule != "exact" else torch.add(_reach(self.window, device), bias, alpha=LOG2E)
+        return table.contiguous(), table[0].numel()
+
     def constants(self, q: Tensor) -> dict[str, Any]:
         """What the kernels that know about windows are specialised on, besides tiles."""
-        return {"WINDOW": self.window, "RULE": self.rule, "NEIGHBOURS": self.neighbours, **_constants(q)}
+        rule = "chunk" if self.rule == "exact" else self.rule
+        return {"WINDOW": self.window, "RULE": rule, "NEIGHBOURS": self.neighbours, **_constants(q)}
 
 
 def forward(
@@ -59,8 +69,8 @@ def forward(
     count = problem.chunks() * _ceil(problem.window**2, tiles["BLOCK_M"])
     launch(
         forward_kernel, count * batch * heads,
-        *map(_view, (q, k, v, out)), lse, _dense(bias), _dense(global_bias), neighbour, problem.steps(q.device),
-        problem.scale, *problem.grid, heads, k.shape[1] - tokens, count, **problem.constants(q), **tiles,
+        *map(_view, (q, k, v, out)), lse, *problem.table(bias, q.device), _dense(global_bias), neighbour,
+        problem.steps(q.device), problem.scale, *problem.grid, heads, k.shape[1] - tokens, count, **problem.constants(q), **tiles,
     )  # fmt: skip
     return out, lse
 
@@ -71,7 +81,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of q, k, v, the bias table and the global bias, the last two in float32 or None."""
     batch, tokens, heads, _ = q.shape
-    bias, global_bias, steps = _dense(bias), _dense(global_bias), problem.steps(q.device)
+    table, global_bias, steps = problem.table(bias, q.device), _dense(global_bias), problem.steps(q.device)
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
     delta = torch.empty_like(lse)
     q_, k_, v_, grad_out_ = map(_view, (q, k, v, grad_out))
@@ -80,21 +90,21 @@ def backward(
     count = problem.chunks() * _ceil(problem.window**2, tiles["BLOCK_M"])
     launch(
         query_gradient_kernel, count * batch * heads,
-        q_, k_, v_, _view(out), grad_out_, _view(grad_q), lse, delta, bias, global_bias, neighbour, steps,
+        q_, k_, v_, _view(out), grad_out_, _view(grad_q), lse, delta, *table, global_bias, neighbour, steps,
         *common, count, **constants, **tiles,
     )  # fmt: skip
     tiles = _tiles(q, problem.window, keys_outside=True)
     count = problem.chunks() * _ceil(problem.window**2, tiles["BLOCK_N"])
     launch(
         key_gradient_kernel, count * batch * heads,
-        q_, k_, v_, grad_out_, _view(grad_k), _view(grad_v), lse, delta, bias, neighbour, steps,
+        q_, k_, v_, grad_out_, _view(grad_k), _view(grad_v), lse, delta, *table, neighbour, steps,
         *common, count, **constants, **tiles,
     )  # fmt: skip
     grad_global_bias = grad_bias = None
     if k.shape[1] > tokens:
         grad_global_bias = _global_gradients(q, k, v, grad_out, grad_k, grad_v, lse, delta, global_bias, problem)
     if bias is not None and bias_needed:
-        grad_bias = _bias_gradient(q, k, v, grad_out, lse, delta, bias, neighbour, problem)
+        grad_bias = _bias_gradient(q, k, v, grad_out, lse, delta, table, neighbour, problem)
     return grad_q, grad_k, grad_v, grad_bias, grad_global_bias
 
 
@@ -123,7 +133,7 @@ def _global_gradients(
 
 
 def _bias_gradient(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, bias: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, table: tuple[Tensor | None, int],
     neighbour: Tensor | None, problem: Problem,
 ) -> Tensor:  # fmt: skip
     batch, tokens, heads, _ = q.shape
@@ -136,7 +146,7 @@ def _bias_gradient(
     partial = lse.new_zeros(splits, heads, window, window, 3 * window, 3 * window)
     launch(
         bias_gradient_kernel, pairs * splits * heads,
-        *map(_view, (q, k, v, grad_out)), partial, lse, delta, bias, neighbour, problem.steps(q.device),
+        *map(_view, (q, k, v, grad_out)), partial, lse, delta, *table, neighbour, problem.steps(q.device),
         problem.scale, *problem.grid, heads, k.shape[1] - tokens, batch, chunks, share,
         **problem.constants(q), **tiles, KEY_TILES=key_tiles,
     )  # fmt: skip
@@ -181,6 +191,13 @@ def _view(x: Tensor) -> View:
 
 def _dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
+
+
+@lru_cache(maxsize=64)
+def _reach(window: int, device: torch.device) -> Tensor:
+    """A table (4w-1, 4w-1) of 0 up to w away along each axis and −∞ further."""
+    near = torch.arange(1 - 2 * window, 2 * window, device=device).abs() <= window
+    return torch.zeros(near.numel(), near.numel(), device=device).masked_fill_(~(near[:, None] & near), -math.inf)
 
 
 @lru_cache(maxsize=64)

@@ -12,8 +12,9 @@ import triton.language as tl
 from .triton_device import (
     LOG2E,
     Place,
+    add_table,
+    entry_at,
     load_rows,
-    local_scores,
     place_of,
     position,
     start_of,
@@ -75,7 +76,7 @@ def global_gradient_kernel(
 
 @triton.jit(do_not_specialize=[*SIZES, "batches", "chunks", "share"])
 def bias_gradient_kernel(
-    q, k, v, grad_out, partial_ptr, lse_ptr, delta_ptr, bias_ptr, neighbour_ptr, dilation_ptr,
+    q, k, v, grad_out, partial_ptr, lse_ptr, delta_ptr, table_ptr, table_stride, neighbour_ptr, dilation_ptr,
     scale, height, width, heads, global_tokens, batches, chunks, share,
     WINDOW: tl.constexpr, RULE: tl.constexpr, NEIGHBOURS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, KEY_TILES: tl.constexpr,
@@ -93,7 +94,7 @@ def bias_gradient_kernel(
     first, second = surroundings(centre, neighbour_ptr, 1, WINDOW, NEIGHBOURS, False)
     row, column, present = position(key, first, second, NEIGHBOURS)
     q_row, q_column, q_present = query // WINDOW, query % WINDOW, query < WINDOW * WINDOW
-    down, right = q_row[:, None] - row[None, :], q_column[:, None] - column[None, :]
+    entry = entry_at(q_row, q_column, WINDOW)[:, None] - entry_at(row, column, WINDOW)[None, :]
 
     gradient = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for item in range(split * share, tl.minimum((split + 1) * share, batches * chunks)):
@@ -107,8 +108,8 @@ def bias_gradient_kernel(
         queries = load_rows(start_of(q, batch, head), token, q.token, inside, DIM, BLOCK_D)
         keys = load_rows(start_of(k, batch, head), k_token, k.token, stored, DIM, BLOCK_D)
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        pairs = inside[:, None] & (counts & present)[None, :]
-        scores, seen = local_scores(products, down, right, pairs, bias_ptr, head, scale, WINDOW, RULE)
+        seen = inside[:, None] & (counts & present)[None, :]
+        scores = add_table(products * (scale * LOG2E), entry, seen, table_ptr, table_stride, head, WINDOW)
         rows = (batch * heads + head).to(tl.int64) * (height * width) + token
         lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)

@@ -29,6 +29,6 @@ def attend(
         heads, tokens = q.shape[2], spec.grid.tokens
         to_global = q.new_zeros(heads, global_tokens) if global_bias is None else global_bias
         local = q.new_zeros(heads, tokens, tokens) if bias is None else map_bias(bias, spec.grid)
-        mask = torch.cat([to_global[:, None].expand(-1, tokens, -1), local], -1)
+        mask = torch.cat([to_global[:, None].expand(-1, tokens, -1), local], -1)[None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, scale=spec.scale).transpose(1, 2)

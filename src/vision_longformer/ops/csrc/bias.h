@@ -51,7 +51,7 @@ class Bias {
     // Where gradients of the plan's kind of chunk are summed up, until `fold_kept`.
     PanelMatrix<T> gradients_of(const ChunkPlan<T>& plan) {
         T* data = gradients_ + plan.kind * slot_;
-        if (!used_[plan.kind]) std::memset(data, 0, sizeof(T) * slot_);
+        if (!used_[plan.kind]) std::memset(data, 0, sizeof(T) * plan.queries * plan.panels * PANEL<T>);
         used_[plan.kind] = true;
         return {data, plan.queries * PANEL<T>};
     }

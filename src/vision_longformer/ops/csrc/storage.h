@@ -96,5 +96,13 @@ VL_INLINE void store_row(const Arithmetic<S>* source, Index size, Arithmetic<S> 
     for (; i < size; i++) encode(source[i] * factor, target[i]);
 }
 
+// target[0 .. size) += factor * source[0 .. size).
+template <class T>
+VL_INLINE void add_row(const T* source, Index size, T factor, T* target) {
+    Index i = 0;
+    for (; i + LANES<T> <= size; i += LANES<T>) store<T>(target + i, load<T>(target + i) + load<T>(source + i) * factor);
+    for (; i < size; i++) target[i] += source[i] * factor;
+}
+
 }  // namespace VL_LEVEL
 }  // namespace vision_longformer
