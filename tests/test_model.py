@@ -285,7 +285,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
 def test_gradient_checkpointing_recomputes_blocks() -> None:
     model = build("vil").train()
     calls = []
-    model.stages[2].blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    model.stages[2].blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
     gradients(model, image())
     assert len(calls) == 1
     model.set_grad_checkpointing()

@@ -41,12 +41,12 @@ def executed_macs(config: ModelConfig, size: tuple[int, int] | None = None, impl
     """The cost of an image of ``size`` (default: the model's own) in evaluation.
 
     ``implementation`` of local attention is a name in :data:`~vision_longformer.ops.IMPLEMENTATIONS` or ``"auto"``, the
-    first that takes tensors without data. Weights are float64, which autocast, unknown to such tensors, leaves alone.
+    first that takes tensors without data.
     """
     height, width = size_pair(size or config.img_size)
     with torch.device("meta"):
-        model = VisionLongformer(config).double().eval()
-        image = torch.empty(1, config.in_chans, height, width, dtype=torch.float64)
+        model = VisionLongformer(config).eval()
+        image = torch.empty(1, config.in_chans, height, width)
     model.set_attention_implementation(implementation)
     counter = FlopCounterMode(display=False, custom_mapping=kernel_formulas())
     with torch.no_grad(), _RefuseUncounted(counter), counter:

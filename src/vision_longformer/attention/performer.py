@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..config import Performer
 from ..geometry import Grid
-from .projection import Projections
+from .projection import Projections, without_autocast
 
 
 class PerformerAttention(Projections):
@@ -37,7 +37,7 @@ class PerformerAttention(Projections):
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
         q, k, v = self.project(tokens)
         kind = torch.promote_types(tokens.dtype, torch.float32)
-        with torch.autocast(tokens.device.type, enabled=False):
+        with without_autocast(tokens.device):
             q, k = self._maps(q.to(kind), k.to(kind))
             context = torch.einsum("bnhf,bnhd->bhfd", k, v.to(kind))
             norm = torch.einsum("bnhf,bhf->bnh", q, k.sum(1))

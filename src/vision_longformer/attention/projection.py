@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,6 +41,13 @@ def split_linear(linear: nn.Linear, rows: int) -> tuple[tuple[Tensor, Tensor | N
     bias = linear.bias
     first = (linear.weight[:rows], None if bias is None else bias[:rows])
     return first, (linear.weight[rows:], None if bias is None else bias[rows:])
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Full precision inside an autocast region; devices that know no autocast need nothing."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:

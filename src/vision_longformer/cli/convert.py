@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .output import millions, print_line
+from .output import log_lines, millions, print_line
 from .sizes import size_text
 
 
@@ -67,8 +67,9 @@ def convert(
     model = load_release(released, arch=arch, attn_type=attn_type, img_size=img_size, **given)
     if target is not None:
         kept = ("num_classes", "in_chans", "global_pool")
-        model = adapt_model(model, target.override(**{name: getattr(model.config, name) for name in kept}))
-        print_line(str(model.adapt_report))
+        target = target.override(**{name: getattr(model.config, name) for name in kept})
+        with log_lines():
+            model = adapt_model(model, target)
     path = save(model, converted, overwrite=overwrite)
     count = sum(parameter.numel() for parameter in model.parameters())
     print_line(f"wrote {path}: {millions(count)} M parameters, made for images of {size_text(model.config.img_size)}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from rich.box import SIMPLE_HEAD
@@ -38,6 +40,20 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 def print_line(text: str) -> None:
     console().print(text)
+
+
+@contextmanager
+def log_lines() -> Iterator[None]:
+    """What the package logs meanwhile, on stderr."""
+    logger, handler = logging.getLogger(__package__.partition(".")[0]), logging.StreamHandler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 def print_json(data: Any) -> None:

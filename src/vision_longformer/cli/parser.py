@@ -1,7 +1,8 @@
 """From a function to a command: arguments, types and help come from its signature and docstring, by jsonargparse.
 
 Parameters without a default are positional, others are options; a positional-only one with a default is positional and
-may be left out. A boolean is a flag, with ``--no_…`` beside it if it is true by default.
+may be left out. A boolean is a flag, with ``--no_…`` beside it if it is true by default; fields of a dataclass take a
+value, as ``--recipe.augment false``.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ class Group(NamedTuple):
 
 
 class _CommandParser(ArgumentParser):
-    """jsonargparse's parser with optional positionals and flags."""
+    """jsonargparse's parser with flags and with ``optional`` positionals, by name with their defaults.
 
-    optional: Mapping[str, Any] = {}
+    jsonargparse copies the method to its argument groups, which have no such attribute.
+    """
+
+    optional: Mapping[str, Any]
 
     def add_argument(self, *names: Any, **options: Any) -> Any:
-        if options.get("type") is bool:
+        if options.get("type") is bool and "." not in names[0]:
             del options["type"]
             options["action"] = ActionYesNo() if options.get("default") else "store_true"
-        if names[0] in self.optional:
-            options = {**options, "nargs": "?", "default": self.optional[names[0]]}
+        optional = getattr(self, "optional", {})
+        if names[0] in optional:
+            options = {**options, "nargs": "?", "default": optional[names[0]]}
         return super().add_argument(*names, **options)
 
 
@@ -52,7 +57,8 @@ def run_command(program: str, group: Group, argv: list[str], version: str) -> No
             raise unknown_name("command", " ".join([*path[1:], name]), _full_names(path[1:], command))
         path.append(name)
         command = command.commands[name]
-    arguments = _command_parser(" ".join(path), command).parse_args(argv)
+    parser = _command_parser(" ".join(path), command)
+    arguments = parser.instantiate(parser.parse_args(argv))
     positional, options = _split(command, arguments.as_dict())
     command(*positional, **options)
 

@@ -111,8 +111,9 @@ def _neighbour_tensor(neighbours: str | int | Tensor, device: torch.device) -> t
 
 def _autocast(x: Tensor) -> Tensor:
     """What a matrix product would do to its inputs under autocast, done once for all implementations."""
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
     return x
 
 

@@ -115,7 +115,7 @@ def _global_gradients(
     """Fill the rows of the global tokens in ``grad_k`` and ``grad_v``; returns the gradient of their bias."""
     batch, tokens, heads, dim = q.shape
     global_tokens = k.shape[1] - tokens
-    tiles = _tiles(q, problem.window) | {"BLOCK_M": 64, "BLOCK_N": 16}
+    tiles = _sum_tiles(q, queries=64, keys=16)
     count = _ceil(global_tokens, tiles["BLOCK_N"])
     share = _ceil(tokens, max(1, PROGRAMS_OF_A_SUM // (count * batch * heads)))
     share = _ceil(share, tiles["BLOCK_M"]) * tiles["BLOCK_M"]
@@ -137,7 +137,8 @@ def _bias_gradient(
     neighbour: Tensor | None, problem: Problem,
 ) -> Tensor:  # fmt: skip
     batch, tokens, heads, _ = q.shape
-    window, chunks, tiles = problem.window, problem.chunks(), _tiles(q, problem.window)
+    window, chunks = problem.window, problem.chunks()
+    tiles = _sum_tiles(q, queries=min(64 if q.element_size() == 2 else 32, max(16, _power_of_two(window**2))), keys=32)
     seen = {"all": 9, "one": 2, "self": 1}[problem.neighbours] * window**2
     key_tiles = _ceil(seen, tiles["BLOCK_N"])
     pairs = _ceil(window**2, tiles["BLOCK_M"]) * key_tiles
@@ -171,11 +172,29 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
 
 
 def _tiles(q: Tensor, window: int, *, keys_outside: bool = False) -> dict[str, int]:
-    """Tile sizes and warps: queries and keys (exchanged for ``keys_outside``), dim padded to a power of two."""
-    dim = max(16, _power_of_two(q.shape[-1]))
-    outer, inner = min(64, max(16, _power_of_two(window**2))), 64
+    """Tile sizes, warps and stages: queries × keys, or for ``keys_outside`` as many keys × queries.
+
+    Float32 operands are split in three for the tensor cores and need small tiles to stay in registers.
+    """
+    dim, half = _padded_dim(q), q.element_size() == 2
+    largest, inner = (64, 64) if half else (32, 32)
+    outer = min(largest, max(16, _power_of_two(window**2)))
     names = ("BLOCK_N", "BLOCK_M") if keys_outside else ("BLOCK_M", "BLOCK_N")
-    return {names[0]: outer, names[1]: inner, "BLOCK_D": dim, "num_warps": 4, "num_stages": 2}
+    wide = {"num_warps": 8 if dim > 64 else 4, "num_stages": 2 if half or dim <= 64 else 1}
+    return {names[0]: outer, names[1]: inner, "BLOCK_D": dim, **wide}
+
+
+def _sum_tiles(q: Tensor, queries: int, keys: int) -> dict[str, int]:
+    """Tile sizes, warps and stages of the kernels that sum over queries; half the queries for float32."""
+    half = q.element_size() == 2
+    return {
+        "BLOCK_M": queries if half else max(16, queries // 2), "BLOCK_N": keys, "BLOCK_D": _padded_dim(q),
+        "num_warps": 4, "num_stages": 2 if half else 1,
+    }  # fmt: skip
+
+
+def _padded_dim(q: Tensor) -> int:
+    return max(16, _power_of_two(q.shape[-1]))
 
 
 def _constants(q: Tensor) -> dict[str, Any]:

@@ -93,8 +93,11 @@ def bias_gradient_kernel(
     centre = Place(0, 0, height, width, 0, width, 1)
     first, second = surroundings(centre, neighbour_ptr, 1, WINDOW, NEIGHBOURS, False)
     row, column, present = position(key, first, second, NEIGHBOURS)
-    q_row, q_column, q_present = query // WINDOW, query % WINDOW, query < WINDOW * WINDOW
+    q_present = query < WINDOW * WINDOW
+    q_row, q_column = tl.where(q_present, query // WINDOW, 0), tl.where(q_present, query % WINDOW, 0)
     entry = entry_at(q_row, q_column, WINDOW)[:, None] - entry_at(row, column, WINDOW)[None, :]
+    added = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    added = add_table(added, entry, present[None, :], table_ptr, table_stride, head, WINDOW)
 
     gradient = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for item in range(split * share, tl.minimum((split + 1) * share, batches * chunks)):
@@ -108,15 +111,14 @@ def bias_gradient_kernel(
         queries = load_rows(start_of(q, batch, head), token, q.token, inside, DIM, BLOCK_D)
         keys = load_rows(start_of(k, batch, head), k_token, k.token, stored, DIM, BLOCK_D)
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        seen = inside[:, None] & (counts & present)[None, :]
-        scores = add_table(products * (scale * LOG2E), entry, seen, table_ptr, table_stride, head, WINDOW)
+        scores = products * (scale * LOG2E) + added
         rows = (batch * heads + head).to(tl.int64) * (height * width) + token
         lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
         grads = load_rows(start_of(grad_out, batch, head), token, grad_out.token, inside, DIM, BLOCK_D)
         values = load_rows(start_of(v, batch, head), k_token, v.token, stored, DIM, BLOCK_D)
         grad_weights = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
-        weights = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
+        weights = tl.where((counts & present)[None, :], tl.exp2(scores - lse[:, None]), 0.0)
         gradient += weights * (grad_weights - delta[:, None])
     cell = (row + WINDOW) * (3 * WINDOW) + column + WINDOW
     cells = (split_head * (WINDOW * WINDOW) + query).to(tl.int64)[:, None] * (9 * WINDOW * WINDOW) + cell[None, :]

@@ -40,15 +40,22 @@ class Bias {
         gradients_ = arena.take<T>(cached && gradients ? KINDS * slot_ : 0);
     }
 
-    // Bias of the plan's chunk, all of it.
-    PanelMatrix<T> of(const ChunkPlan<T>& plan) {
-        const PanelMatrix<T> matrix{expanded_ + plan.kind * slot_, plan.queries * PANEL<T>};
+    // Bias of some panels and queries of the plan's chunk; element (0, 0) of the result is (first panel, first query).
+    // `space` is where to expand it if it is not kept.
+    PanelMatrix<T> of_block(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin,
+                            Index query_end, PanelMatrix<T> space) {
+        if (!cached) {
+            expand(plan, panel_begin, panel_end, query_begin, query_end, space);
+            return space;
+        }
+        PanelMatrix<T> matrix{expanded_ + plan.kind * slot_, plan.queries * PANEL<T>};
         if (!valid_[plan.kind]) expand(plan, 0, plan.panels, 0, plan.queries, matrix);
         valid_[plan.kind] = true;
+        matrix.data = matrix.at(panel_begin, query_begin);
         return matrix;
     }
 
-    // Where gradients of the plan's kind of chunk are summed up, until `fold_kept`.
+    // Where gradients of the plan's kind of chunk are summed up, until they are taken.
     PanelMatrix<T> gradients_of(const ChunkPlan<T>& plan) {
         T* data = gradients_ + plan.kind * slot_;
         if (!used_[plan.kind]) std::memset(data, 0, sizeof(T) * plan.queries * plan.panels * PANEL<T>);
@@ -80,24 +87,6 @@ class Bias {
             global_[token] = global ? global[head * problem_->global_tokens + token] * T(LOG2_E) : T(0);
     }
 
-    // Fills `target` for some panels and queries of the plan; element (0, 0) of it is (first panel, first query).
-    void expand(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin, Index query_end,
-                PanelMatrix<T> target) const {
-        for (Index panel = panel_begin; panel < panel_end; panel++)
-            for (int part = 0; part < PANEL<T>; part += LANES<T>) {
-                const Index key = panel * PANEL<T> + part;
-                const bool consecutive = are_consecutive(plan, key);
-                for (Index query = query_begin; query < query_end; query++) {
-                    T* values = target.at(panel - panel_begin, query - query_begin) + part;
-                    const T* row = table_ + plan.query_start[query];
-                    if (consecutive)
-                        store<T>(values, load<T>(row + plan.key_offset[key]));
-                    else
-                        for (int lane = 0; lane < LANES<T>; lane++) values[lane] = entry(plan, key + lane, row);
-                }
-            }
-    }
-
     // Adds `source` to a reversed gradient of the table and to that of the global bias; either may be null.
     void fold(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin, Index query_end,
               PanelMatrix<T> source, T* table, T* global) const {
@@ -122,6 +111,24 @@ class Bias {
     T *table_, *global_, *expanded_, *gradients_;
     Index head_, slot_;
     bool valid_[KINDS], used_[KINDS];
+
+    // Fills `target` for some panels and queries of the plan.
+    void expand(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin, Index query_end,
+                PanelMatrix<T> target) const {
+        for (Index panel = panel_begin; panel < panel_end; panel++)
+            for (int part = 0; part < PANEL<T>; part += LANES<T>) {
+                const Index key = panel * PANEL<T> + part;
+                const bool consecutive = are_consecutive(plan, key);
+                for (Index query = query_begin; query < query_end; query++) {
+                    T* values = target.at(panel - panel_begin, query - query_begin) + part;
+                    const T* row = table_ + plan.query_start[query];
+                    if (consecutive)
+                        store<T>(values, load<T>(row + plan.key_offset[key]));
+                    else
+                        for (int lane = 0; lane < LANES<T>; lane++) values[lane] = entry(plan, key + lane, row);
+                }
+            }
+    }
 
     // Whether the vector of keys from `key` on is a run of local keys, so that its entries are consecutive.
     static bool are_consecutive(const ChunkPlan<T>& plan, Index key) {

@@ -5,6 +5,7 @@
 #include "backward.h"
 #include "forward.h"
 #include "levels.h"
+#include "parallel.h"
 
 namespace vision_longformer {
 namespace VL_LEVEL {
@@ -77,7 +78,7 @@ static bool run_backward(const Problem& problem) {
     bool failed = false;
     auto body = [&] {
         Backward<S> worker;
-        const bool ready = arena.fill([&](Arena& memory) { worker.allocate(problem, memory); });
+        const bool ready = arena.fill([&](Arena& memory) { worker.allocate(problem, shared, memory); });
         if (!ready) __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
         if (ready) worker.start();
         Index phase = 0;
@@ -95,8 +96,7 @@ static bool run_backward(const Problem& problem) {
                     const Index column = tiles.columns.tile_of(column_colour, task % wide);
                     const Index unit = entry * tiles.count() + row * tiles.columns.count + column;
                     if (ready)
-                        worker.differentiate_tile(entry % problem.batch, entry / problem.batch, tiles, row, column, shared,
-                                                  unit);
+                        worker.differentiate(entry % problem.batch, entry / problem.batch, tiles, row, column, unit);
                 });
             }
         team.phase(phase++, problem.heads + entries,

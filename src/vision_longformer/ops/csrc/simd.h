@@ -21,7 +21,7 @@ namespace VL_LEVEL {
 
 #if defined(__AVX512F__)
 constexpr int VECTOR_BYTES = 64;
-constexpr int MICRO_ROWS = 12;  // rows of a register tile two vectors wide: 24 of 32 registers
+constexpr int MICRO_ROWS = 8;  // rows of a register tile two vectors wide: 16 of 32 registers, enough to hide latency
 #elif defined(__AVX2__)
 constexpr int VECTOR_BYTES = 32;
 constexpr int MICRO_ROWS = 6;  // 12 of 16 registers; the rest hold two vectors and a broadcast

@@ -1,0 +1,52 @@
+"""Running a plan from beginning to end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import datetime, timezone
+
+from .benches import default_budget, plan
+from .machine import machine_facts
+from .plans import Choices
+from .processes import ALLOCATORS, Workers
+from .result import GroupResult, Result
+from .session import Session, Tell
+
+
+def run(
+    what: str,
+    choices: Choices,
+    *,
+    threads: int | None = None,
+    budget: float | None = None,
+    tell: Tell = lambda text, done, total: None,
+) -> Iterator[Result]:
+    """Measure; yields the same result after each group, as far as it is, and at the end complete.
+
+    ``threads``: None for torch's own. ``budget``: seconds in all, None for what the benchmarks are meant to take.
+    """
+    plans = plan(what, choices)
+    budgets = {name: default_budget(name, choices.quick) for name in plans}
+    if budget is not None:
+        budgets = {name: seconds * budget / sum(budgets.values()) for name, seconds in budgets.items()}
+    allocators = tuple(ALLOCATORS) if choices.device.type == "cpu" else ("default",)
+    chosen = {name: value for name, value in asdict(choices).items() if name != "device"}
+    result = Result(
+        what,
+        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        machine_facts(choices.device, threads),
+        {**chosen, "allocators": allocators, "budget": sum(budgets.values())},
+    )
+    started = time.monotonic()
+    with Workers(allocators) as workers:
+        session = Session(workers, choices, threads, sum(budgets.values()), tell)
+        start_up = min(0.5, (time.monotonic() - started) / sum(budgets.values()))
+        for name, groups in plans.items():
+            seconds = budgets[name] * (1 - start_up)
+            for group in session.measure([GroupResult.of(group) for group in groups], seconds):
+                result.groups.append(group)
+                yield result
+    result.complete = True
+    yield result

@@ -1,0 +1,137 @@
+// The arithmetic of the backward pass: weights recomputed from the kept log-sum-exp, and products with them.
+#pragma once
+
+#include "block.h"
+
+namespace vision_longformer {
+namespace VL_LEVEL {
+
+template <class T>
+struct BackwardCore {
+    static constexpr Index BLOCK_PANELS = 192 / (2 * VECTOR_BYTES);
+
+    Index dim, padded;
+    bool wants_bias;
+    ChunkPlan<T> plan;
+    Bias<T> bias;
+    T *query, *grad_out, *grad_query;                // rows of `padded` elements per query
+    T *lse, *delta;                                  // per query: log-sum-exp in base 2; result times its gradient
+    T *key_rows, *key_panels, *value_panels;         // of the block
+    T *grad_keys, *grad_values;                      // of the block, as rows
+    PanelMatrix<T> weights, grad_scores, block_bias;
+
+    void allocate(const Problem& problem, Arena& arena) {
+        dim = problem.dim;
+        padded = round_up(dim, LANES<T>);
+        wants_bias = problem.grad_bias || problem.grad_global_bias;
+        plan.allocate(problem, arena);
+        bias.allocate(problem, plan, wants_bias, arena);
+        const Index queries = plan.largest_queries(), block = BLOCK_PANELS * PANEL<T>;
+        for (T** rows : {&query, &grad_out, &grad_query}) *rows = arena.take<T>(queries * padded);
+        for (T** per_query : {&lse, &delta}) *per_query = arena.take<T>(queries);
+        for (T** keys : {&key_rows, &key_panels, &value_panels, &grad_keys, &grad_values})
+            *keys = arena.take<T>(block * padded);
+        for (PanelMatrix<T>* matrix : {&weights, &grad_scores})
+            *matrix = {arena.take<T>(GROUP_ROWS * block), GROUP_ROWS * PANEL<T>};
+        block_bias = {arena.take<T>(bias.cached ? 0 : GROUP_ROWS * block), GROUP_ROWS * PANEL<T>};
+    }
+
+    // Before the first block of a chunk.
+    void clear() { std::memset(grad_query, 0, sizeof(T) * plan.queries * padded); }
+
+    // `fresh` if these are the first queries to add to the gradients of the block's keys.
+    void differentiate(const Block& block, bool fresh) {
+        recompute(block);
+        const Index first = plan.tile_start[block.tile_begin];
+        for (Index tile = block.tile_begin; tile < block.tile_end; tile++) {
+            const Index begin = block.seen_begin(plan, tile), end = block.seen_end(plan, tile);
+            if (begin >= end) continue;
+            const Index start = plan.tile_start[tile];
+            sum_over_keys<T>(grad_scores.at(begin, start - first), grad_scores.panel_stride, key_rows, begin, end,
+                             plan.tile_start[tile + 1] - start, grad_query + start * padded, padded);
+        }
+        for (Index panel = block.panel_begin; panel < block.panel_end; panel++) sum_grad_keys(block, panel, fresh);
+    }
+
+   private:
+    // Weights and gradients of the scores of the group's queries with the block's keys.
+    void recompute(const Block& block) {
+        const Index first = plan.tile_start[block.tile_begin], last = plan.tile_start[block.tile_end];
+        const PanelMatrix<T> added = bias.of_block(plan, block.panel_begin, block.panel_end, first, last, block_bias);
+        PanelMatrix<T> grad_bias = {nullptr, 0};
+        if (wants_bias && bias.cached) {
+            grad_bias = bias.gradients_of(plan);
+            grad_bias.data = grad_bias.at(block.panel_begin, first);
+        }
+        for (Index panel = block.panel_begin; panel < block.panel_end; panel++)
+            for (Index tile = block.tile_begin; tile < block.tile_end; tile++) {
+                if (!block.sees(plan, tile, panel)) continue;
+                const Index start = plan.tile_start[tile], place = panel - block.panel_begin;
+                with_constant<MICRO_ROWS>(plan.tile_start[tile + 1] - start, [&](auto rows) VL_LAMBDA {
+                    recompute_tile<rows.value>(start, start - first, place, added, grad_bias);
+                });
+            }
+    }
+
+    template <int ROWS>
+    VL_INLINE void recompute_tile(Index start, Index row, Index panel, PanelMatrix<T> added, PanelMatrix<T> grad_bias) {
+        const Index place = panel * PANEL<T> * padded;
+        T *weight = weights.at(panel, row), *grad = grad_scores.at(panel, row);
+        const T *offset = added.at(panel, row), *row_lse = lse + start, *row_delta = delta + start;
+        Tile<T, ROWS, 2> sums;
+        sums.each([=](Vector<T>& sum, int i, int j) VL_LAMBDA {
+            sum = load<T>(offset + i * PANEL<T> + j * LANES<T>) - row_lse[i];
+        });
+        sums.multiply(query + start * padded, padded, 1, key_panels + place, PANEL<T>, dim);
+        sums.each([=](Vector<T>& sum, int i, int j) VL_LAMBDA {
+            store<T>(weight + i * PANEL<T> + j * LANES<T>, power_of_two<T>(sum));
+            sum = broadcast<T>(-row_delta[i]);
+        });
+        sums.multiply(grad_out + start * padded, padded, 1, value_panels + place, PANEL<T>, dim);
+        sums.each([=](Vector<T>& sum, int i, int j) VL_LAMBDA {
+            sum *= load<T>(weight + i * PANEL<T> + j * LANES<T>);
+            store<T>(grad + i * PANEL<T> + j * LANES<T>, sum);
+        });
+        if (!grad_bias.data) return;
+        T* target = grad_bias.at(panel, row);
+        sums.each([=](Vector<T>& sum, int i, int j) VL_LAMBDA {
+            T* entry = target + i * PANEL<T> + j * LANES<T>;
+            store<T>(entry, load<T>(entry) + sum);
+        });
+    }
+
+    // Gradients of a panel's keys and values from the group's queries.
+    void sum_grad_keys(const Block& block, Index panel, bool fresh) {
+        Index begin = block.tile_begin, end = block.tile_end;
+        while (begin < end && !block.sees(plan, begin, panel)) begin++;
+        while (begin < end && !block.sees(plan, end - 1, panel)) end--;
+        const Index first = plan.tile_start[begin], count = plan.tile_start[end] - first;
+        const Index row = first - plan.tile_start[block.tile_begin], place = panel - block.panel_begin;
+        const Index offset = place * PANEL<T> * padded;
+        sum_over_queries(weights.at(place, row), grad_out + first * padded, count, grad_values + offset, fresh);
+        sum_over_queries(grad_scores.at(place, row), query + first * padded, count, grad_keys + offset, fresh);
+    }
+
+    // target[key][:] (+)= sum over queries of left[query][key] * right[query][:], for the keys of a panel.
+    void sum_over_queries(const T* left, const T* right, Index count, T* target, bool fresh) {
+        constexpr Index tiles = micro_tiles(PANEL<T>);
+        for (Index tile = 0; tile < tiles; tile++) {
+            const Index key = micro_tile_start(PANEL<T>, tile), keys = micro_tile_start(PANEL<T>, tile + 1) - key;
+            each_column_tile<T>(padded, [&](auto width, Index column) VL_LAMBDA {
+                with_constant<MICRO_ROWS>(keys, [&](auto rows) VL_LAMBDA {
+                    Tile<T, rows.value, width.value> sums;
+                    T* place = target + key * padded + column;
+                    if (fresh)
+                        sums.clear();
+                    else
+                        sums.read(place, padded);
+                    sums.multiply(left + key, 1, PANEL<T>, right + column, padded, count);
+                    sums.write(place, padded);
+                });
+            });
+        }
+    }
+};
+
+}  // namespace VL_LEVEL
+}  // namespace vision_longformer
