@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 RULES = ("chunk", "exact", "cyclic", "cyclic_release")
 """Which keys of the nine blocks count.
@@ -54,6 +55,16 @@ class Grid(NamedTuple):
     def chunks(self, window: int) -> Grid:
         """The grid of chunks that covers this grid."""
         return self.reduced(window, pad=True)
+
+
+def pad_map(image: Tensor, axis: int, bottom: int, right: int) -> Tensor:
+    """Zeros below and to the right of a map whose height is ``axis`` and whose width the next axis.
+
+    Without any to add the map is returned as it is; compiled graphs always pad, so as not to depend on the size.
+    """
+    if not (torch.compiler.is_compiling() or bottom or right):
+        return image
+    return F.pad(image, (0, 0) * (image.dim() - axis - 2) + (0, right, 0, bottom))
 
 
 def is_cyclic(rule: str) -> bool:

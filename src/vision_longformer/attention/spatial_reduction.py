@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..geometry import Grid
+from ..geometry import Grid, pad_map
 from .projection import Projections, attend, split_linear
 
 
@@ -32,7 +32,7 @@ class SpatialReductionAttention(Projections):
     def _reduced(self, local: Tensor, grid: Grid) -> Tensor:
         image = local.transpose(1, 2).unflatten(2, tuple(grid))
         ratio = self.reduce.stride[0]
-        image = F.pad(image, (0, max(0, ratio - grid.width), 0, max(0, ratio - grid.height)))
+        image = pad_map(image, 2, max(0, ratio - grid.height), max(0, ratio - grid.width))
         image = self.reduce(image)
         if image.shape[2] * image.shape[3] > 1:
             image = F.instance_norm(image)

@@ -51,16 +51,23 @@ def load(path: str | Path) -> VisionLongformer:
                 raise CheckpointError(
                     f"{path} is a safetensors file, but not one of ours; a released .pth file is read by load_release"
                 )
-            config = ModelConfig.from_dict(json.loads(metadata["config"]))
+            config = _config(path, metadata)
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); nothing was loaded") from error
-    model = VisionLongformer(config).to(state["norm.weight"].dtype)
+    model = VisionLongformer(config)
     try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
+        model.to(next(iter(state.values())).dtype).load_state_dict(state)
+    except (RuntimeError, StopIteration) as error:
         raise CheckpointError(f"{path} does not hold the weights its configuration describes: {error}") from error
     return model.eval()
+
+
+def _config(path: Path, metadata: dict[str, str]) -> ModelConfig:
+    try:
+        return ModelConfig.from_dict(json.loads(metadata["config"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} holds no readable configuration ({error}); nothing was loaded") from error
 
 
 def _umask() -> int:

@@ -8,6 +8,7 @@ from argparse import ArgumentError
 from importlib.metadata import version
 from typing import NoReturn
 
+from .bench import bench
 from .convert import convert
 from .cost import cost
 from .doctor import doctor
@@ -23,6 +24,7 @@ COMMANDS = Group(
         "cost": cost,
         "table": Group("The tables of the paper beside our values.", {"cost": table_cost}),
         "convert": convert,
+        "bench": bench,
     },
 )
 

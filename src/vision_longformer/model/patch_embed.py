@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ..geometry import Grid
+from ..geometry import Grid, pad_map
 
 
 class PatchEmbed(nn.Module):
@@ -26,7 +25,7 @@ class PatchEmbed(nn.Module):
         height, width = image.shape[2:]
         grid = Grid(height, width).reduced(self.patch, pad=self.pad)
         if self.pad:
-            image = F.pad(image, (0, grid.width * self.patch - width, 0, grid.height * self.patch - height))
+            image = pad_map(image, 2, grid.height * self.patch - height, grid.width * self.patch - width)
         elif min(grid) < 1:
             raise ValueError(f"a map of {height}×{width} is smaller than the patch of {self.patch}×{self.patch}")
         return self.norm(self.proj(image).flatten(2).transpose(1, 2)), grid

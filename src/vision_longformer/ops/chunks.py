@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..geometry import (
     SELF_BLOCK,
@@ -12,6 +11,7 @@ from ..geometry import (
     block_offsets,
     chunk_tables,
     neighbour_block,
+    pad_map,
     present_blocks,
     table_lookup,
 )
@@ -22,7 +22,7 @@ def to_chunks(tokens: Tensor, grid: Grid, window: int) -> Tensor:
     """(B, N, heads, dim) to (B, heads, M, w², dim), zero-padded at the bottom and right to whole chunks."""
     chunks = grid.chunks(window)
     bottom, right = chunks.height * window - grid.height, chunks.width * window - grid.width
-    image = F.pad(tokens.unflatten(1, tuple(grid)), (0, 0, 0, 0, 0, right, 0, bottom))
+    image = pad_map(tokens.unflatten(1, tuple(grid)), 1, bottom, right)
     split = image.unflatten(2, (chunks.width, window)).unflatten(1, (chunks.height, window))
     return split.permute(0, 5, 1, 3, 2, 4, 6).flatten(4, 5).flatten(2, 3)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..geometry import BLOCKS, Grid, is_cyclic, neighbour_block
+from ..geometry import Grid, is_cyclic, neighbour_block
 from .chunks import from_chunks, to_chunks
 from .spec import LocalSpec
 
@@ -57,7 +57,7 @@ def attend(
         score_mod=_score_modification(layout, plan, bias, global_bias, neighbour),
         block_mask=plan.mask, scale=spec.scale,
         # Tiles must divide the blocks of the mask, which the defaults need not.
-        kernel_options={name: tile for name in ("BLOCK_M", "BLOCK_N", *(f"BLOCK_{x}" for x in ("M1", "N1", "M2", "N2")))},
+        kernel_options=dict.fromkeys(("BLOCK_M", "BLOCK_N", *(f"BLOCK_{x}" for x in ("M1", "N1", "M2", "N2"))), tile),
     )  # fmt: skip
     chunked = out.unflatten(2, (-1, size))[..., : spec.window**2, :]
     return from_chunks(chunked, spec.grid, spec.window)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ..errors import check_at_least, check_choice
 from ..geometry import RULES, Grid
-from . import masked_dense, sliding_chunk, sliding_chunk_autograd, tiled, unfold_nn, unfold_tensor, whole_map
+from . import fused_cpu, masked_dense, sliding_chunk, sliding_chunk_autograd, tiled, unfold_nn, unfold_tensor, whole_map
 from .spec import LocalSpec
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "fused_cpu": fused_cpu,
     "whole_map": whole_map,
     "tiled": tiled,
     "sliding_chunk": sliding_chunk,
@@ -23,7 +24,7 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 }
 """All implementations; ``auto`` takes the first of :data:`AUTOMATIC` that can run."""
 
-AUTOMATIC = ("whole_map", "tiled", "unfold_tensor")
+AUTOMATIC = ("fused_cpu", "whole_map", "tiled", "unfold_tensor")
 
 
 def local_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..geometry import BLOCKS, is_cyclic, neighbour_block, table_lookup
+from ..geometry import BLOCKS, is_cyclic, neighbour_block, pad_map, table_lookup
 from .spec import LocalSpec
 
 
@@ -76,6 +76,5 @@ def _seen(rows: _Axis, columns: _Axis, neighbour: Tensor | None, spec: LocalSpec
 def _images(tokens: Tensor, rows: _Axis, columns: _Axis, spec: LocalSpec) -> Tensor:
     """The key map (B, N, heads, dim) padded and repeated as the axes say."""
     image = tokens.unflatten(1, tuple(spec.grid))
-    padding = (0, 0, 0, 0, 0, columns.padded - spec.grid.width, 0, rows.padded - spec.grid.height)
-    image = torch.nn.functional.pad(image, padding)
+    image = pad_map(image, 1, rows.padded - spec.grid.height, columns.padded - spec.grid.width)
     return image.repeat(1, rows.copies, columns.copies, 1, 1).flatten(1, 2)

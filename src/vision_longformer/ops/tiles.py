@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ..geometry import BLOCKS, is_cyclic, neighbour_block, table_lookup
+from ..geometry import BLOCKS, is_cyclic, neighbour_block, pad_map, table_lookup
 from .spec import LocalSpec
 
 
@@ -204,7 +203,7 @@ def key_map(tokens: Tensor, spec: LocalSpec) -> Tensor:
         return image
     window, chunks = spec.window, spec.grid.chunks(spec.window)
     bottom, right = chunks.height * window - spec.grid.height, chunks.width * window - spec.grid.width
-    image = F.pad(image, (0, 0, 0, 0, 0, right, 0, bottom))
+    image = pad_map(image, 1, bottom, right)
     for axis in (1, 2):
         size = image.shape[axis]
         image = torch.cat([image.narrow(axis, size - window, window), image, image.narrow(axis, 0, window)], axis)

@@ -27,10 +27,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def refusal(spec: LocalSpec, q: Tensor) -> str | None:
     if find_spec("triton") is None:
         return "it needs the package triton, which is not installed"
-    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if q.device.type != "cuda" and not interpreted:
         return f"it needs a CUDA tensor; here it is on {q.device.type}"
     if q.dtype not in DTYPES:
         return f"it computes in float16, bfloat16 or float32, not in {str(q.dtype).removeprefix('torch.')}"
+    if interpreted and q.dtype == torch.bfloat16:
+        return "Triton's interpreter does not compute in bfloat16"
     if q.shape[-1] > MAX_HEAD_DIM:
         return f"a head dimension of {q.shape[-1]} is larger than {MAX_HEAD_DIM}"
     return None

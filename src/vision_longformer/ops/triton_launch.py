@@ -205,6 +205,8 @@ def _constants(q: Tensor) -> dict[str, Any]:
 
 def _view(x: Tensor) -> View:
     x = x if x.stride(-1) == 1 else x.contiguous()
+    if x.shape[1] * x.stride(1) >= 2**31:
+        raise ValueError(f"a sample of {tuple(x.shape)} spans 2³¹ numbers; the Triton kernels count them in 32 bits")
     return View(x, *x.stride()[:3])
 
 

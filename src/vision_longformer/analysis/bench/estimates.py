@@ -59,8 +59,9 @@ def temporary_bytes(task: Task) -> float:
 def run_seconds(task: Task, matmul_flops: float) -> float:
     """Of one run: arithmetic of full attention at half the speed of a matrix product, and traffic of temporaries."""
     work = task.work
-    quadratic = isinstance(work, AttentionWork) and work.method in (FULL_ATTENTION, "masked_dense")
-    flops = 4 * work.dim * _pairs(work) * (3 if task.mode == BOTH else 1) if quadratic else 0
+    flops = 0
+    if isinstance(work, AttentionWork) and work.method in (FULL_ATTENTION, "masked_dense"):
+        flops = 4 * work.dim * _pairs(work) * (3 if task.mode == BOTH else 1)
     return flops / (0.5 * matmul_flops) + temporary_bytes(task) / BYTES_PER_SECOND
 
 

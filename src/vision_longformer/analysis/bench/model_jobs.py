@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...timm_models import create_model
 from ...zoo import MODELS
 from .attention_jobs import Job
 from .tasks import TRAINING, ModelWork
@@ -43,13 +45,11 @@ def model_job(work: ModelWork, mode: str, device: torch.device) -> Job:
 
 def build_model(work: ModelWork) -> tuple[nn.Module, tuple[int, int]]:
     """The model with random weights, and the image size it is given; see :func:`size_note`."""
-    import timm
-
     size = (work.height, work.width)
     if work.model in MODELS:
-        model = timm.create_model(work.model, neighbours=work.neighbours)
-        model.set_attention_implementation(work.implementation)
-        return model, size
+        ours = create_model(work.model, neighbours=work.neighbours)
+        ours.set_attention_implementation(work.implementation)
+        return ours, size
     padded = (_padded(work.height), _padded(work.width))
     try:
         return timm.create_model(work.model, img_size=padded), padded
@@ -63,7 +63,7 @@ def size_note(height: int, width: int) -> str:
     if padded == (height, width):
         return f"{height}×{width}: all models get images of this size"
     return (
-        f"{height}×{width}: models with a fixed image size (Swin, DeiT) are made for and given {padded[0]}×{padded[1]}, "
+        f"{height}×{width}: models of a fixed image size (Swin, DeiT) are made for and given {padded[0]}×{padded[1]}, "
         "as detectors pad; all others get the size itself"
     )
 

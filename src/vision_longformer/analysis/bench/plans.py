@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ class Choices:
     """What the user chose; None is the benchmark's own default. ``sizes`` are maps of tokens, or images of models."""
 
     quick: bool = False
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     implementations: tuple[str, ...] | None = None
     sizes: tuple[Size, ...] | None = None
     models: tuple[str, ...] | None = None

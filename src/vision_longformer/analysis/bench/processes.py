@@ -25,7 +25,7 @@ class WorkerDied(Exception):
 
 
 class Worker:
-    """A ``worker.py`` process, started at once but waited for only when asked."""
+    """A ``worker.py`` process."""
 
     def __init__(self, kind: str, environment: dict[str, str]) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
@@ -38,6 +38,12 @@ class Worker:
             text=True,
             bufsize=1,
         )
+
+    def wait(self) -> None:
+        """Until its imports are done."""
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise WorkerDied(self._end())
 
     def ask(self, request: dict[str, Any], tell: Callable[[int, int], None] = lambda done, total: None) -> Any:
         """The worker's answer; ``tell`` hears of each round that is done."""
@@ -82,6 +88,8 @@ class Workers:
     def __enter__(self) -> Workers:
         for name in (*self.allocators, "memory"):
             self._workers[name] = self._start(name)
+        for worker in self._workers.values():
+            worker.wait()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -89,12 +97,13 @@ class Workers:
             worker.close()
 
     def ask(self, name: str, request: dict[str, Any], tell: Callable[[int, int], None] = lambda *_: None) -> Any:
-        """Ask the timing worker of an allocator, or ``"memory"``. Raises :class:`WorkerDied`; the next ask is served."""
+        """Ask the timing worker of an allocator, or ``"memory"``. After :class:`WorkerDied` the next ask is served."""
         try:
             return self._workers[name].ask(request, tell)
         except WorkerDied:
             self._workers[name].close()
             self._workers[name] = self._start(name)
+            self._workers[name].wait()
             raise
 
     @staticmethod

@@ -70,9 +70,7 @@ class GroupResult:
 
     @classmethod
     def of(cls, group: Group) -> GroupResult:
-        return cls(
-            group.bench, group.name, group.about, group.style, group.unit, [Row(task) for task in group.tasks]
-        )
+        return cls(group.bench, group.name, group.about, group.style, group.unit, [Row(task) for task in group.tasks])
 
     def find(self, point: str, variant: str, mode: str) -> Row | None:
         wanted = (point, variant, mode)

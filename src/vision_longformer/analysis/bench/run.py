@@ -7,27 +7,30 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
 
-from .benches import default_budget, plan
+from .benches import default_budget
 from .machine import machine_facts
 from .plans import Choices
 from .processes import ALLOCATORS, Workers
 from .result import GroupResult, Result
 from .session import Session, Tell
+from .tasks import Group
 
 
 def run(
     what: str,
+    plans: dict[str, list[Group]],
     choices: Choices,
     *,
     threads: int | None = None,
     budget: float | None = None,
     tell: Tell = lambda text, done, total: None,
 ) -> Iterator[Result]:
-    """Measure; yields the same result after each group, as far as it is, and at the end complete.
+    """Measure what :func:`~.benches.plan` made of the choices.
+
+    Yields the same result after each group, as far as it is, and at the end complete.
 
     ``threads``: None for torch's own. ``budget``: seconds in all, None for what the benchmarks are meant to take.
     """
-    plans = plan(what, choices)
     budgets = {name: default_budget(name, choices.quick) for name in plans}
     if budget is not None:
         budgets = {name: seconds * budget / sum(budgets.values()) for name, seconds in budgets.items()}

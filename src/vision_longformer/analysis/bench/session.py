@@ -48,7 +48,7 @@ class Session:
 
     def __init__(self, workers: Workers, choices: Choices, threads: int | None, budget: float, tell: Tell) -> None:
         self.workers, self.budget, self.done, self._tell = workers, budget, 0.0, tell
-        self.rounds, longest = ((3, 15), 1.0) if choices.quick else ((5, 50), 30.0)
+        self.rounds, longest = ((2, 15), 1.0) if choices.quick else ((5, 50), 30.0)
         self.limits = Limits(default_memory_limit(), longest)
         self.common = {"device": str(choices.device), "threads": threads}
         tell("starting", 0, budget)
@@ -70,7 +70,7 @@ class Session:
             yield group
 
     def _fill(self, turn: Turn, seconds: float, worth: float) -> None:
-        """Measure rows in turns, with each allocator, then their memory; ``worth`` is what this adds to the progress."""
+        """Measure rows in turns, with each allocator, then their memory; this adds ``worth`` to the progress."""
         rows = [row for row in turn.rows if self._worth_starting(row)]
         rows.sort(key=lambda row: run_seconds(row.task, self.matmul_flops))
         part = 1 / (len(self.workers.allocators) + 1)

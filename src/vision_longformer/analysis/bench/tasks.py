@@ -23,8 +23,8 @@ matrix products of interior chunks alone with their operands in place, and a lar
 class AttentionWork:
     """One call of local attention; ``method`` is an implementation or one of :data:`REFERENCES`.
 
-    ``neighbours`` is ``"all"``, ``"self"`` or ``"random"``: neighbours 1..8 in turn, from call to call. ``side`` is that
-    of the large matrix product.
+    ``neighbours`` is ``"all"``, ``"self"`` or ``"random"``: neighbours 1..8 in turn, call by call. ``side`` is that of
+    the large matrix product.
     """
 
     kind: ClassVar[str] = "attention"

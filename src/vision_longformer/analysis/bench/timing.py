@@ -17,7 +17,7 @@ from .attention_jobs import Job
 
 
 class Effort(NamedTuple):
-    """How long to measure: about ``seconds``, with ``least`` to ``most`` rounds, but hardly beyond ``limit`` seconds."""
+    """How long to measure: about ``seconds``, with ``least`` to ``most`` rounds, but hardly beyond ``limit``."""
 
     seconds: float
     least: int

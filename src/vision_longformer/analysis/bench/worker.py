@@ -88,8 +88,8 @@ def _memory(request: dict[str, Any]) -> dict[str, Any]:
 def _memory_of(request: dict[str, Any]) -> dict[str, Any]:
     device, task, shared = _device(request), Task.from_dict(request["task"]), Shared()
     try:
-        small = attention_job(task.work.small(), task.mode, device, {}) if isinstance(task.work, AttentionWork) else None
-        warm_up(small)
+        work = task.work
+        warm_up(attention_job(work.small(), task.mode, device, {}) if isinstance(work, AttentionWork) else None)
         job = _build(task, device, shared)
         return {"extra": peak_growth(job, device), "inputs": job.inputs, "outputs": job.outputs}
     except Refused as refusal:

@@ -68,7 +68,7 @@ VL_INLINE void store(T* target, Vector<T> value) {
 
 template <class T>
 VL_INLINE Vector<T> broadcast(T value) {
-    return Vector<T>{} + value;
+    return value - Vector<T>{};  // minus, because plus would turn a negative zero into a positive one, by an instruction
 }
 
 // Keeps a loaded vector in a register. GCC would otherwise fold the load into each multiply-add that uses it.
