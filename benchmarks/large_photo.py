@@ -19,7 +19,9 @@ import vision_longformer  # noqa: F401  (registers the models)
 
 def main(photo: str, name: str = "vision_longformer_small") -> None:
     image = ImageOps.exif_transpose(Image.open(photo)).convert("RGB")
-    pixels = normalize(pil_to_tensor(image).float() / 255, timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD)
+    pixels = normalize(
+        pil_to_tensor(image).float() / 255, timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
+    )
     model = timm.create_model(name, features_only=True).eval()
     start = time.perf_counter()
     with torch.inference_mode():

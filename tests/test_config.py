@@ -101,7 +101,7 @@ PLAIN = cfg.Longformer(window=2)
         ),
         (
             {"stages": (stage(), stage(global_tokens=2, patch=2)), "carry_global_tokens": True},
-            r"carry_global_tokens needs the same positive number of global tokens in every stage, not \[1, 2\]",
+            r"the same number of global tokens, at least 1, in every stage, not \[1, 2\]",
         ),
         ({"stages": (stage(global_tokens=0),), "carry_global_tokens": True}, r"not \[0\]"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from .output import print_line, print_table
@@ -64,20 +65,12 @@ def _time_cells(row: Row, allocator: str, unit: str) -> list[str]:
     time = row.time[allocator]
     spread = f" ±{50 * (time['q3'] - time['q1']) / time['median']:2.0f}%" if time["rounds"] > 1 else "   once"
     speedup = f"{time['speedup']:.2f}×" if "speedup" in time else ""
-    if unit == "image":
-        return [f"{1 / row.per_unit(allocator):.2f}{spread}", speedup]
-    return [
-        (_nanoseconds(row.per_unit(allocator)) if unit == "token" else _milliseconds(time["median"])) + spread,
-        speedup,
-    ]
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"
-
-
-def _nanoseconds(seconds: float) -> str:
-    return f"{1e9 * seconds:.4g} ns"
+    texts = {
+        "call": f"{1e3 * time['median']:.4g} ms",
+        "token": f"{1e9 * row.per_unit(allocator):.4g} ns",
+        "image": f"{1 / row.per_unit(allocator):.2f}",
+    }
+    return [texts[unit] + spread, speedup]
 
 
 def _flops_cells(group: GroupResult, row: Row) -> list[str]:
@@ -90,23 +83,27 @@ def _memory_cells(row: Row, unit: str) -> list[str]:
     if row.memory is None:
         return ["", ""]
     inputs, outputs, extra = (row.memory[name] / 1e6 for name in ("inputs", "outputs", "extra"))
-    return (
-        [f"{inputs + extra:.0f}", f"{inputs:.0f}"] if unit == "image" else [f"{extra:.1f}", f"{inputs + outputs:.1f}"]
-    )
+    if unit == "image":
+        return [f"{inputs + extra:.0f}", f"{inputs:.0f}"]
+    return [f"{extra:.1f}", f"{inputs + outputs:.1f}"]
 
 
 def _print_reasons(group: GroupResult) -> None:
-    """Why something is missing, once per variant and reason."""
+    """Why something is missing, once per variant and reason; want of time is counted only."""
+    from ..analysis.bench.timing import OUT_OF_TIME
+
     where: dict[tuple[str, str], list[str]] = {}
     for row in group.rows:
         for reason in row.reasons:
             where.setdefault((row.task.variant, reason), []).append(f"{row.task.point} {row.task.mode}")
-    counts = {
-        row.task.variant: sum(other.task.variant == row.task.variant for other in group.rows) for row in group.rows
-    }
+    counts = Counter(row.task.variant for row in group.rows)
     for (variant, reason), places in where.items():
-        at = "" if len(places) == counts[variant] else f" ({'; '.join(places)})"
-        print_line(f"  {variant}: {reason}{at}")
+        if OUT_OF_TIME not in reason:
+            at = "" if len(places) == counts[variant] else f" ({'; '.join(places)})"
+            print_line(f"  {variant}: {reason}{at}")
+    unfinished = sum(any(OUT_OF_TIME in reason for reason in row.reasons) for row in group.rows)
+    if unfinished:
+        print_line(f"  {unfinished} of {len(group.rows)} rows are not complete: {OUT_OF_TIME}; give a larger --budget")
 
 
 def print_changes(earlier: Result, now: Result, path: str) -> None:

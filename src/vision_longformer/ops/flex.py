@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..geometry import Grid, is_cyclic, neighbour_block
 from .chunks import from_chunks, to_chunks
 from .spec import LocalSpec
+
+if TYPE_CHECKING:  # half a second to import, so only where it is used
+    from torch.nn.attention.flex_attention import BlockMask
 
 NOWHERE = -(1 << 20)
 """Row and column of slots that hold no token: too far from everything to be seen."""
@@ -51,13 +53,12 @@ def attend(
     keys, values = (
         torch.cat([_front(x[:, :global_tokens], size), _slots(x[:, global_tokens:], spec)], 2) for x in (k, v)
     )
-    tile = min(64, size)
+    tile = min(64, size)  # must divide the blocks of the mask, which the defaults need not
     out = _flex(q.device.type)(
         _slots(q, spec), keys, values,
         score_mod=_score_modification(layout, plan, bias, global_bias, neighbour),
         block_mask=plan.mask, scale=spec.scale,
-        # Tiles must divide the blocks of the mask, which the defaults need not.
-        kernel_options=dict.fromkeys(("BLOCK_M", "BLOCK_N", *(f"BLOCK_{x}" for x in ("M1", "N1", "M2", "N2"))), tile),
+        kernel_options={f"BLOCK_{side}": tile for side in ("M", "N", "M1", "N1", "M2", "N2")},
     )  # fmt: skip
     chunked = out.unflatten(2, (-1, size))[..., : spec.window**2, :]
     return from_chunks(chunked, spec.grid, spec.window)
@@ -82,7 +83,7 @@ class Layout(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """``rows`` and ``columns`` of all query slots, then one of all key slots, and the mask over them."""
+    """Rows and columns of all query slots and of all key slots, and the mask over them."""
 
     rows: Tensor
     columns: Tensor
@@ -98,6 +99,8 @@ def block_size(window: int) -> int:
 
 def _plan(layout: Layout) -> Plan:
     """The positions of all slots, and the block mask: which chunks see which, without a table of token pairs."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     grid, window, device, size = layout.grid, layout.window, layout.device, block_size(layout.window)
     chunks = grid.chunks(window)
     chunk_row, chunk_column = torch.arange(chunks.height, device=device), torch.arange(chunks.width, device=device)
@@ -120,15 +123,15 @@ def _plan(layout: Layout) -> Plan:
     return Plan(row, column, key_row, key_column, mask)
 
 
-_cached_plan = lru_cache(maxsize=64)(_plan)
+@lru_cache(maxsize=64)
+def _cached_plan(layout: Layout) -> Plan:
+    with torch.inference_mode(False):  # the tables may be needed by a backward later
+        return _plan(layout)
 
 
 def _near(chunk: Tensor, layout: Layout) -> Tensor:
     """Which chunks of an axis hold keys of which, (chunks, chunks)."""
-    if layout.neighbours == "self":
-        reach = 0
-    else:
-        reach = layout.dilation if layout.rule == "exact" else 1
+    reach = layout.dilation if layout.neighbours == "all" else int(layout.neighbours == "one")
     apart = (chunk[:, None] - chunk).abs()
     if is_cyclic(layout.rule):
         apart = torch.minimum(apart, chunk.numel() - apart)
@@ -215,9 +218,14 @@ def _front(tokens: Tensor, size: int) -> Tensor:
 
 
 def _flex(device: str) -> Callable[..., Any]:
-    return _compiled() if device == "cuda" and not torch.compiler.is_compiling() else flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
+
+    function: Callable[..., Any] = flex_attention
+    return _compiled() if device == "cuda" and not torch.compiler.is_compiling() else function
 
 
 @lru_cache(maxsize=1)
 def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention)

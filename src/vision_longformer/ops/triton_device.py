@@ -93,7 +93,7 @@ def surroundings(
     else:
         first = rectangle(row, column, place, WINDOW, 1, CLIP)
     if NEIGHBOURS == "one":
-        neighbour = tl.load(neighbour_ptr).to(tl.int32)
+        neighbour = tl.minimum(tl.maximum(tl.load(neighbour_ptr).to(tl.int32), 1), 8)
         block = tl.where(neighbour <= 4, neighbour - 1, neighbour)
         row += (block // 3 - 1) * DIRECTION
         column += (block % 3 - 1) * DIRECTION

@@ -22,17 +22,19 @@ from .spec import LocalSpec
 
 MAX_HEAD_DIM = 128
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INSTALLED = find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton runs its kernels in Python on any device; it looks at this variable once, when first imported."""
 
 
 def refusal(spec: LocalSpec, q: Tensor) -> str | None:
-    if find_spec("triton") is None:
+    if not INSTALLED:
         return "it needs the package triton, which is not installed"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if q.device.type != "cuda" and not interpreted:
+    if q.device.type != "cuda" and not INTERPRETED:
         return f"it needs a CUDA tensor; here it is on {q.device.type}"
     if q.dtype not in DTYPES:
         return f"it computes in float16, bfloat16 or float32, not in {str(q.dtype).removeprefix('torch.')}"
-    if interpreted and q.dtype == torch.bfloat16:
+    if INTERPRETED and q.dtype == torch.bfloat16:
         return "Triton's interpreter does not compute in bfloat16"
     if q.shape[-1] > MAX_HEAD_DIM:
         return f"a head dimension of {q.shape[-1]} is larger than {MAX_HEAD_DIM}"
@@ -90,11 +92,11 @@ def _backward(
         grad_q, grad_k, grad_v, grad_bias, grad_global_bias = triton_launch.backward(
             grad_out, q, k, v, out, lse, bias, global_bias, neighbour, problem, bias_needed
         )
-    tables = (
-        q.new_empty(0) if given is None or gradient is None else gradient.to(given.dtype)
-        for given, gradient in ((bias, grad_bias), (global_bias, grad_global_bias))
-    )
-    return grad_q, grad_k, grad_v, *tables
+    return (
+        grad_q, grad_k, grad_v,
+        q.new_empty(0) if bias is None or grad_bias is None else grad_bias.to(bias.dtype),
+        q.new_empty(0) if global_bias is None or grad_global_bias is None else grad_global_bias.to(global_bias.dtype),
+    )  # fmt: skip
 
 
 @_backward.register_fake
@@ -103,11 +105,11 @@ def _(
     bias: Tensor | None, global_bias: Tensor | None, neighbour: Tensor | None,
     grid: list[int], window: int, rule: str, neighbours: str, dilation: list[int], scale: float, bias_needed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    tables = (
-        given.new_empty(given.shape) if given is not None and needed else q.new_empty(0)
-        for given, needed in ((bias, bias_needed), (global_bias, True))
-    )
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *tables
+    return (
+        q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape),
+        bias.new_empty(bias.shape) if bias is not None and bias_needed else q.new_empty(0),
+        global_bias.new_empty(global_bias.shape) if global_bias is not None else q.new_empty(0),
+    )  # fmt: skip
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -117,11 +119,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, bias, global_bias, neighbour, out, lse = ctx.saved_tensors
-    gradients = list(
-        _backward(
-            grad_out, q, k, v, out, lse, bias, global_bias, neighbour, *ctx.arguments, ctx.needs_input_grad[3]
-        )
-    )  # fmt: skip
+    gradients = _backward(
+        grad_out, q, k, v, out, lse, bias, global_bias, neighbour, *ctx.arguments, ctx.needs_input_grad[3]
+    )
     wanted = [x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
     return *wanted, None, *[None] * len(ctx.arguments)
 

@@ -37,7 +37,7 @@ class Problem:
         """Chunks of a head. A dilation of d makes d×d maps; this is the largest number of all heads."""
         return max(
             (_ceil(_ceil(self.grid.height, d), self.window) * _ceil(_ceil(self.grid.width, d), self.window) * d * d)
-            for d in set(self.dilation)
+            for d in set(self.dilation) or {1}
         )
 
     def steps(self, device: torch.device) -> Tensor | None:
@@ -48,8 +48,9 @@ class Problem:
         """What is added to local scores in units of log 2, float32, and its stride from head to head."""
         if bias is None:
             return (_reach(self.window, device), 0) if self.rule == "exact" else (None, 0)
-        table = bias.float() * LOG2E if self.rule != "exact" else torch.add(_reach(self.window, device), bias, alpha=LOG2E)
-        return table.contiguous(), table[0].numel()
+        exact = self.rule == "exact"
+        table = torch.add(_reach(self.window, device), bias, alpha=LOG2E) if exact else bias.float() * LOG2E
+        return table.contiguous(), table.shape[1] * table.shape[2]
 
     def constants(self, q: Tensor) -> dict[str, Any]:
         """What the kernels that know about windows are specialised on, besides tiles."""
@@ -70,7 +71,8 @@ def forward(
     launch(
         forward_kernel, count * batch * heads,
         *map(_view, (q, k, v, out)), lse, *problem.table(bias, q.device), _dense(global_bias), neighbour,
-        problem.steps(q.device), problem.scale, *problem.grid, heads, k.shape[1] - tokens, count, **problem.constants(q), **tiles,
+        problem.steps(q.device), problem.scale, *problem.grid, heads, k.shape[1] - tokens, count,
+        **problem.constants(q), **tiles,
     )  # fmt: skip
     return out, lse
 
@@ -83,6 +85,9 @@ def backward(
     batch, tokens, heads, _ = q.shape
     table, global_bias, steps = problem.table(bias, q.device), _dense(global_bias), problem.steps(q.device)
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
+    if batch * heads == 0:
+        zero_bias, zero_global_bias = (None if x is None else torch.zeros_like(x) for x in (bias, global_bias))
+        return grad_q, grad_k, grad_v, zero_bias, zero_global_bias
     delta = torch.empty_like(lse)
     q_, k_, v_, grad_out_ = map(_view, (q, k, v, grad_out))
     common = (problem.scale, *problem.grid, heads, k.shape[1] - tokens)
@@ -100,7 +105,7 @@ def backward(
         q_, k_, v_, grad_out_, _view(grad_k), _view(grad_v), lse, delta, *table, neighbour, steps,
         *common, count, **constants, **tiles,
     )  # fmt: skip
-    grad_global_bias = grad_bias = None
+    grad_bias, grad_global_bias = None, None if global_bias is None else torch.zeros_like(global_bias)
     if k.shape[1] > tokens:
         grad_global_bias = _global_gradients(q, k, v, grad_out, grad_k, grad_v, lse, delta, global_bias, problem)
     if bias is not None and bias_needed:
@@ -115,7 +120,7 @@ def _global_gradients(
     """Fill the rows of the global tokens in ``grad_k`` and ``grad_v``; returns the gradient of their bias."""
     batch, tokens, heads, dim = q.shape
     global_tokens = k.shape[1] - tokens
-    tiles = _sum_tiles(q, queries=64, keys=16)
+    tiles = _sum_tiles(q, queries=64 if q.element_size() == 2 else 32, keys=16)
     count = _ceil(global_tokens, tiles["BLOCK_N"])
     share = _ceil(tokens, max(1, PROGRAMS_OF_A_SUM // (count * batch * heads)))
     share = _ceil(share, tiles["BLOCK_M"]) * tiles["BLOCK_M"]
@@ -138,7 +143,7 @@ def _bias_gradient(
 ) -> Tensor:  # fmt: skip
     batch, tokens, heads, _ = q.shape
     window, chunks = problem.window, problem.chunks()
-    tiles = _sum_tiles(q, queries=min(64 if q.element_size() == 2 else 32, max(16, _power_of_two(window**2))), keys=32)
+    tiles = _sum_tiles(q, queries=min(64 if q.element_size() == 2 else 16, _padded(window**2)), keys=32)
     seen = {"all": 9, "one": 2, "self": 1}[problem.neighbours] * window**2
     key_tiles = _ceil(seen, tiles["BLOCK_N"])
     pairs = _ceil(window**2, tiles["BLOCK_M"]) * key_tiles
@@ -168,7 +173,7 @@ def _diagonals(pairs: Tensor, window: int) -> Tensor:
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     """All launches pass here, so that tests can compile them instead."""
     if programs:
-        kernel[(programs,)](*arguments, **options)
+        kernel[(programs,)](*arguments, **options, enable_fp_fusion=True)
 
 
 def _tiles(q: Tensor, window: int, *, keys_outside: bool = False) -> dict[str, int]:
@@ -176,25 +181,19 @@ def _tiles(q: Tensor, window: int, *, keys_outside: bool = False) -> dict[str, i
 
     Float32 operands are split in three for the tensor cores and need small tiles to stay in registers.
     """
-    dim, half = _padded_dim(q), q.element_size() == 2
+    dim, half = _padded(q.shape[-1]), q.element_size() == 2
     largest, inner = (64, 64) if half else (32, 32)
-    outer = min(largest, max(16, _power_of_two(window**2)))
+    outer = min(largest, _padded(window**2))
     names = ("BLOCK_N", "BLOCK_M") if keys_outside else ("BLOCK_M", "BLOCK_N")
     wide = {"num_warps": 8 if dim > 64 else 4, "num_stages": 2 if half or dim <= 64 else 1}
     return {names[0]: outer, names[1]: inner, "BLOCK_D": dim, **wide}
 
 
 def _sum_tiles(q: Tensor, queries: int, keys: int) -> dict[str, int]:
-    """Tile sizes, warps and stages of the kernels that sum over queries; half the queries for float32."""
+    """Tile sizes, warps and stages of the kernels that sum over queries."""
     half = q.element_size() == 2
-    return {
-        "BLOCK_M": queries if half else max(16, queries // 2), "BLOCK_N": keys, "BLOCK_D": _padded_dim(q),
-        "num_warps": 4, "num_stages": 2 if half else 1,
-    }  # fmt: skip
-
-
-def _padded_dim(q: Tensor) -> int:
-    return max(16, _power_of_two(q.shape[-1]))
+    blocks = {"BLOCK_M": queries, "BLOCK_N": keys, "BLOCK_D": _padded(q.shape[-1])}
+    return {**blocks, "num_warps": 4, "num_stages": 2 if half else 1}
 
 
 def _constants(q: Tensor) -> dict[str, Any]:
@@ -230,5 +229,6 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+def _padded(n: int) -> int:
+    """The next power of two, at least the 16 that the tensor cores want."""
+    return max(16, 1 << (n - 1).bit_length())

@@ -13,12 +13,8 @@ from torch.nn import functional as F
 
 from ...ops import local_attention, why_not
 from ...ops.spec import LocalSpec
-from .tasks import BATCHED_MATMUL, BOTH, FULL_ATTENTION, LARGE_MATMUL, AttentionWork
+from .tasks import BATCHED_MATMUL, BOTH, FULL_ATTENTION, LARGE_MATMUL, REFERENCES, AttentionWork
 from .useful import batched_products, block_keys
-
-
-class Refused(Exception):
-    """A method cannot run a task; the message says why."""
 
 
 class Job(NamedTuple):
@@ -46,7 +42,7 @@ Shared = dict[AttentionWork, Inputs]
 
 
 def attention_job(work: AttentionWork, mode: str, device: torch.device, shared: Shared) -> Job:
-    """``work`` ready to run; inputs are kept in ``shared``. Raises :class:`Refused` where it cannot run."""
+    """``work`` ready to run; inputs are kept in ``shared``."""
     if work.method == LARGE_MATMUL:
         return _large_matmul(work, device)
     if work.method == BATCHED_MATMUL:
@@ -57,9 +53,18 @@ def attention_job(work: AttentionWork, mode: str, device: torch.device, shared: 
     leaves = [x for x in (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.global_bias) if x is not None]
     if work.method == FULL_ATTENTION:
         return _job(lambda: _full(inputs), leaves[:3], inputs.grad, mode)
-    _check(work, inputs, mode)
     neighbours = _neighbours(work.neighbours, device)
     return _job(lambda: _local(work, inputs, next(neighbours)), leaves, inputs.grad, mode)
+
+
+def refusal(work: AttentionWork, mode: str, device: torch.device) -> str | None:
+    """Why the implementation cannot run this, as a sentence; None if it can."""
+    if work.method in REFERENCES:
+        return None
+    kind = "one" if work.neighbours == "random" else work.neighbours
+    spec = LocalSpec(work.grid, work.window, work.rule, kind, 1, work.dim**-0.5)
+    q = torch.empty(work.batch, work.grid.tokens, work.heads, work.dim, device=device, requires_grad=mode == BOTH)
+    return why_not(work.method, spec, q)
 
 
 def _inputs(work: AttentionWork, device: torch.device) -> Inputs:
@@ -75,14 +80,6 @@ def _inputs(work: AttentionWork, device: torch.device) -> Inputs:
     bias = draw(work.heads, side, side).requires_grad_() if work.bias else None
     global_bias = draw(work.heads, extra).requires_grad_() if work.bias and extra else None
     return Inputs(q, k, v, bias, global_bias, draw(work.batch, tokens, work.heads, work.dim))
-
-
-def _check(work: AttentionWork, inputs: Inputs, mode: str) -> None:
-    kind = "one" if work.neighbours == "random" else work.neighbours
-    spec = LocalSpec(work.grid, work.window, work.rule, kind, 1, work.dim**-0.5)
-    reason = why_not(work.method, spec, inputs.q if mode == BOTH else inputs.q.detach())
-    if reason is not None:
-        raise Refused(reason)
 
 
 def _neighbours(neighbours: str, device: torch.device) -> Iterator[Any]:

@@ -62,13 +62,13 @@ def _by_method(shapes: Iterable[AttentionWork], methods: Sequence[str], choices:
 def plan_rules(choices: Choices) -> list[Group]:
     """The three masking rules, for each implementation."""
     groups = []
-    for method in choices.methods(fast_methods(choices.device)):
+    for method in _figure_methods(choices):
         works = [
             (f"rule {rule}", _resized(size, choices, AttentionWork(method, 0, 0, window=PAPER_WINDOW, rule=rule)))
             for size, rule in product(choices.sizes or _map_sizes(choices), RULES)
         ]
         about = f"the three masking rules with chunks of {PAPER_WINDOW}×{PAPER_WINDOW}, by {method}"
-        groups.append(Group("rules", method, about, "lines", "call", _tasks(works, "rule chunk")))
+        groups.append(Group("rules", method, about, "lines", "call", _tasks(works, "rule chunk", choices)))
     return groups
 
 
@@ -76,15 +76,21 @@ def plan_windows(choices: Choices) -> list[Group]:
     """Window sizes, for each implementation."""
     windows = choices.windows or ((4, 7, 12) if choices.quick else (2, 4, 7, 8, 12, 16))
     groups = []
-    for method in choices.methods(fast_methods(choices.device)):
+    for method in _figure_methods(choices):
         works = [
             (_window_text(window), _resized(size, choices, AttentionWork(method, 0, 0, window=window)))
             for size, window in product(choices.sizes or _map_sizes(choices), windows)
         ]
         baseline = pick_baseline(None, _window_text(7), [variant for variant, _ in works])
         about = f"window sizes, rule 'chunk', by {method}"
-        groups.append(Group("windows", method, about, "lines", "call", _tasks(works, baseline)))
+        groups.append(Group("windows", method, about, "lines", "call", _tasks(works, baseline, choices)))
     return groups
+
+
+def _figure_methods(choices: Choices) -> tuple[str, ...]:
+    """A figure each; quickly, of the fastest only."""
+    fast = fast_methods(choices.device)
+    return choices.methods(fast[:1] if choices.quick else fast)
 
 
 def _map_sizes(choices: Choices) -> tuple[Size, ...]:
@@ -120,8 +126,10 @@ def plan_shift_attention(choices: Choices) -> Group:
     return Group("shift", "attention", about, "bars", "call", tuple(tasks))
 
 
-def _tasks(works: Iterable[tuple[str, AttentionWork]], baseline: str) -> tuple[Task, ...]:
-    return tuple(_task(work, variant, mode, baseline) for mode in (FORWARD, BOTH) for variant, work in works)
+def _tasks(works: Sequence[tuple[str, AttentionWork]], baseline: str, choices: Choices) -> tuple[Task, ...]:
+    """In both modes; quickly, forward+backward only, which is what the paper's figures show."""
+    modes = (BOTH,) if choices.quick else (FORWARD, BOTH)
+    return tuple(_task(work, variant, mode, baseline) for mode in modes for variant, work in works)
 
 
 def _task(work: AttentionWork, variant: str, mode: str, baseline: str) -> Task:

@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import AutoLocator, FuncFormatter, LogLocator, NullLocator
 
 from .plot_bars import draw_bars
 from .result import GroupResult, Result, Row
@@ -26,7 +26,7 @@ Value = Callable[[Row], float | None]
 def draw(result: Result, stem: Path) -> list[Path]:
     """A PNG per group that has anything to show, named ``stem-BENCH-GROUP.png``; returns their paths."""
     machine = result.machine
-    where = f"{machine.get('gpu') or machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}"
+    where = f"{machine.get('gpu') or machine['cpu']}, threads: {machine['threads']}, torch {machine['torch']}"
     styles = {"lines": draw_lines, "per_token": draw_per_token, "bars": draw_bars}
     paths = []
     for group in result.groups:
@@ -34,8 +34,8 @@ def draw(result: Result, stem: Path) -> list[Path]:
             continue
         figure = styles[group.style](group)
         figure.suptitle(f"{group.about}\n{where}", fontsize=9)
-        name = "-".join(dict.fromkeys((group.bench, *group.name.replace(",", "").split())))
-        path = stem.with_name(f"{stem.name}-{name}.png")
+        words = [*([group.bench] if result.what != group.bench else []), *group.name.replace(",", "").split()]
+        path = stem.with_name("-".join((stem.name, *dict.fromkeys(words))) + ".png")
         figure.savefig(path, dpi=130)
         paths.append(path)
     return paths
@@ -68,6 +68,7 @@ def draw_per_token(group: GroupResult) -> Figure:
         relative.axhspan(0.85, 1.15, color="0.9", zorder=0)
         _finish(relative, group, f"{mode}: time per token, relative (dashed: memory kept)")
         relative.set_yscale("linear")
+        relative.yaxis.set_major_locator(AutoLocator())
         relative.set_ylim(0, max(2.0, relative.get_ylim()[1]))
         _lines(memory, group, mode, partial(_bytes_per_token, kinds=("extra",)))
         _floor(memory, group, mode, partial(_bytes_per_token, kinds=("inputs", "outputs")))
@@ -127,10 +128,10 @@ def _spread(axes: Axes, group: GroupResult, mode: str, allocator: str) -> None:
 
 def _floor(axes: Axes, group: GroupResult, mode: str, value: Value) -> None:
     """Inputs and outputs, the least there can be."""
-    known = {_side(row): value(row) for row in group.rows if row.memory and row.task.mode == mode}
-    if known:
-        sides = sorted(known)
-        axes.plot(sides, [known[side] for side in sides], color="0.5", ls="-.", lw=1, label="inputs + outputs")
+    points = {point for variant in _variants(group) for point in _points(group, mode, variant, value)}
+    if points:
+        sides, values = zip(*sorted(points), strict=True)
+        axes.plot(sides, values, color="0.5", linestyle="-.", linewidth=1, label="inputs + outputs")
 
 
 def _finish(axes: Axes, group: GroupResult, title: str) -> None:
@@ -139,11 +140,15 @@ def _finish(axes: Axes, group: GroupResult, title: str) -> None:
     axes.set_title(title, fontsize=9)
     axes.set_xlabel("feature map (tokens)", fontsize=8)
     sizes = {_side(row): f"{row.task.work.height}×{row.task.work.width}" for row in group.rows}
-    axes.xaxis.set_major_locator(FixedLocator(sorted(sizes)))
+    sides = sorted(sizes)
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(sorted(sizes), [sizes[side] for side in sorted(sizes)], rotation=30)
+    axes.set_xticks(sides, [sizes[side] for side in sides], rotation=30)
+    axes.set_xlim(sides[0] / 1.1, sides[-1] * 1.1)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.tick_params(labelsize=7)
-    axes.grid(True, which="both", alpha=0.25, linewidth=0.5)
+    axes.grid(True, alpha=0.25, linewidth=0.5)
 
 
 def _legend(figure: Figure, panels: Any) -> None:

@@ -27,10 +27,10 @@ class WorkerDied(Exception):
 class Worker:
     """A ``worker.py`` process."""
 
-    def __init__(self, kind: str, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vision_longformer.analysis.bench.worker", kind],
+            [sys.executable, "-m", "vision_longformer.analysis.bench.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -108,4 +108,4 @@ class Workers:
 
     @staticmethod
     def _start(name: str) -> Worker:
-        return Worker("memory", {}) if name == "memory" else Worker("time", ALLOCATORS[name])
+        return Worker(ALLOCATORS.get(name, {}))

@@ -71,10 +71,10 @@ class Session:
 
     def _fill(self, turn: Turn, seconds: float, worth: float) -> None:
         """Measure rows in turns, with each allocator, then their memory; this adds ``worth`` to the progress."""
-        rows = [row for row in turn.rows if self._worth_starting(row)]
+        rows = self._can_run(turn.rows)
         rows.sort(key=lambda row: run_seconds(row.task, self.matmul_flops))
         part = 1 / (len(self.workers.allocators) + 1)
-        effort = Effort(seconds * part, *self.rounds, 2 * seconds * part)
+        effort = Effort(seconds * part, *self.rounds, 1.5 * seconds * part)
         for index, allocator in enumerate(self.workers.allocators):
 
             def tell(done: int, of: int, before: int = index) -> None:
@@ -86,12 +86,16 @@ class Session:
             self._say(turn, worth * (1 - part + part * index / len(rows)))
             self._memory(row, end)
 
-    def _worth_starting(self, row: Row) -> bool:
-        row.flops = useful_flops(row.task)
-        reason = skip_reason(row.task, self.limits, self.matmul_flops)
-        if reason is not None:
-            row.add_reason(reason)
-        return reason is None
+    def _can_run(self, rows: list[Row]) -> list[Row]:
+        """Those that are neither refused nor too much for the machine; the others get the reason."""
+        answer = self._ask("default", {"questions": [row.task.to_dict() for row in rows]})
+        refusals = [answer] * len(rows) if isinstance(answer, str) else answer
+        for row, refusal in zip(rows, refusals, strict=True):
+            row.flops = useful_flops(row.task)
+            reason = refusal or skip_reason(row.task, self.limits, self.matmul_flops)
+            if reason is not None:
+                row.add_reason(reason)
+        return [row for row in rows if not row.reasons]
 
     def _say(self, turn: Turn, worth: float) -> None:
         self._tell(turn.text, self.done + worth, self.budget)

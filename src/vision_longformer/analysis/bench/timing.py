@@ -27,7 +27,10 @@ class Effort(NamedTuple):
 
 @dataclass
 class Samples:
-    """Seconds and page faults of one job, round by round; ``reason`` if it was not (fully) measured."""
+    """Seconds and page faults of one job, round by round; ``reason`` if there are none.
+
+    A job that is too slow for the time has one round, its warm-up.
+    """
 
     seconds: list[float] = field(default_factory=list)
     page_faults: list[int] = field(default_factory=list)
@@ -37,8 +40,7 @@ class Samples:
         return asdict(self)
 
 
-OUT_OF_TIME = "the time budget was used up before its turn"
-ONCE = "timed once only: too slow for the time budget"
+OUT_OF_TIME = "the time budget was used up"
 
 
 def measure(
@@ -64,7 +66,7 @@ def measure(
     elapsed = time.perf_counter() - start
     order = affordable({name: run[0] for name, run in warm.items()}, effort.limit - elapsed, effort.least)
     for name in warm.keys() - set(order):
-        samples[name] = Samples([warm[name][0]], [warm[name][1]], ONCE)
+        samples[name] = Samples([warm[name][0]], [warm[name][1]])
     rounds = plan_rounds(sum(warm[name][0] for name in order), effort.seconds - elapsed, effort)
     shuffle = random.Random(0).shuffle
     gc.collect()

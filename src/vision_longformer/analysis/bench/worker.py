@@ -1,7 +1,8 @@
 """A process that measures: one JSON request per line on stdin, JSON answers on stdout.
 
-``time``: measures the tasks of a request in turns. ``memory``: forks a child for each task, which inherits loaded
-libraries, but no threads, caches or freed memory: a fresh process without the seconds that imports take.
+``tasks``: measures them in turns. ``questions``: whether tasks can run. ``task``: measures its memory in a forked
+child, which inherits loaded libraries, but no threads, caches or freed memory: a fresh process without the seconds that
+imports take. For that, the process that is asked about memory must not be asked for anything else.
 """
 
 from __future__ import annotations
@@ -16,25 +17,33 @@ from typing import Any, TextIO
 
 import torch
 
-from .attention_jobs import Job, Refused, Shared, attention_job
+from .attention_jobs import Job, Shared, attention_job, refusal
 from .memory import peak_growth, warm_up
 from .model_jobs import model_job
 from .tasks import AttentionWork, Task
-from .timing import Effort, Samples, first_line, measure
+from .timing import Effort, first_line, measure
 
 
-def main(kind: str) -> None:
+def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is not an answer
-    _answer(answers, {"ready": kind})
+    _answer(answers, {"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            result = _time(request, answers) if kind == "time" else _memory(request)
+            result = _serve(request, answers)
         except Exception as error:
             traceback.print_exc()
             result = {"failed": f"{type(error).__name__}: {first_line(error)}"}
         _answer(answers, {"result": result})
+
+
+def _serve(request: dict[str, Any], answers: TextIO) -> Any:
+    if "tasks" in request:
+        return _time(request, answers)
+    if "questions" in request:
+        return _refusals(request)
+    return _memory(request)
 
 
 def _answer(stream: TextIO, data: Any) -> None:
@@ -47,17 +56,20 @@ def _build(task: Task, device: torch.device, shared: Shared) -> Job:
     return model_job(task.work, task.mode, device)
 
 
+def _refusals(request: dict[str, Any]) -> list[str | None]:
+    """Why each task cannot run at all, or None."""
+    tasks = [Task.from_dict(data) for data in request["questions"]]
+    device = _device(request)
+    return [refusal(t.work, t.mode, device) if isinstance(t.work, AttentionWork) else None for t in tasks]
+
+
 def _time(request: dict[str, Any], answers: TextIO) -> list[dict[str, Any]]:
     """Samples of each task, or the reason why there are none."""
-    device = _device(request)
-    samples, jobs, shared = {}, {}, Shared()
-    for index, data in enumerate(request["tasks"]):
-        try:
-            jobs[index] = _build(Task.from_dict(data), device, shared)
-        except Refused as refusal:
-            samples[index] = Samples(reason=str(refusal))
-    samples |= measure(jobs, Effort(**request["effort"]), device, lambda *done: _answer(answers, {"round": done}))
-    return [samples[index].to_dict() for index in range(len(request["tasks"]))]
+    device, shared = _device(request), Shared()
+    tasks = [Task.from_dict(data) for data in request["tasks"]]
+    jobs = {index: _build(task, device, shared) for index, task in enumerate(tasks)}
+    samples = measure(jobs, Effort(**request["effort"]), device, lambda *done: _answer(answers, {"round": done}))
+    return [samples[index].to_dict() for index in range(len(tasks))]
 
 
 def _memory(request: dict[str, Any]) -> dict[str, Any]:
@@ -92,8 +104,6 @@ def _memory_of(request: dict[str, Any]) -> dict[str, Any]:
         warm_up(attention_job(work.small(), task.mode, device, {}) if isinstance(work, AttentionWork) else None)
         job = _build(task, device, shared)
         return {"extra": peak_growth(job, device), "inputs": job.inputs, "outputs": job.outputs}
-    except Refused as refusal:
-        return {"reason": str(refusal)}
     except Exception as error:
         return {"reason": f"memory: failed: {first_line(error)}"}
 
@@ -105,4 +115,4 @@ def _device(request: dict[str, Any]) -> torch.device:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
