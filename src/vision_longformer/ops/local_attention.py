@@ -9,13 +9,26 @@ from torch import Tensor
 
 from ..errors import check_at_least, check_choice
 from ..geometry import RULES, Grid
-from . import fused_cpu, masked_dense, sliding_chunk, sliding_chunk_autograd, tiled, unfold_nn, unfold_tensor, whole_map
+from . import (
+    flex,
+    fused_cpu,
+    masked_dense,
+    sliding_chunk,
+    sliding_chunk_autograd,
+    tiled,
+    triton_gpu,
+    unfold_nn,
+    unfold_tensor,
+    whole_map,
+)
 from .spec import LocalSpec
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "triton_gpu": triton_gpu,
     "fused_cpu": fused_cpu,
     "whole_map": whole_map,
     "tiled": tiled,
+    "flex": flex,
     "sliding_chunk": sliding_chunk,
     "sliding_chunk_autograd": sliding_chunk_autograd,
     "unfold_tensor": unfold_tensor,
@@ -24,7 +37,7 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 }
 """All implementations; ``auto`` takes the first of :data:`AUTOMATIC` that can run."""
 
-AUTOMATIC = ("fused_cpu", "whole_map", "tiled", "unfold_tensor")
+AUTOMATIC = ("triton_gpu", "fused_cpu", "whole_map", "tiled", "unfold_tensor")
 
 
 def local_attention(

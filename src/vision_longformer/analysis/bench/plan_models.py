@@ -50,16 +50,18 @@ def _works(names: tuple[str, ...], size: tuple[int, int], choices: Choices) -> d
 
 def plan_shift(choices: Choices) -> list[Group]:
     """Random shift against all neighbours: the attention alone, and a training step of a model."""
-    name = (choices.models or (OURS[0] if choices.quick else OURS[1],))[0]
-    _check_models((name,))
-    if name not in MODELS:
-        raise ValueError(f"random shift is for models of this package, and {name!r} is none; see 'vil models'")
+    names = choices.models or (OURS[:1] if choices.quick else OURS[1:])
+    _check_models(names)
     batch = choices.batch or _batch((224, 224), choices.quick)
-    texts = {"all": f"{name}, all neighbours", "random": f"{name}, random shift"}
-    works = {text: ModelWork(name, 224, 224, batch, neighbours) for neighbours, text in texts.items()}
-    tasks = tuple(_task(work, text, TRAINING, texts["all"]) for text, work in works.items())
-    about = "a training step with a first stage of 56×56 tokens: forward, backward, plain SGD"
-    return [plan_shift_attention(choices), Group("shift", "training step", about, "bars", "image", tasks)]
+    tasks = []
+    for name in names:
+        if name not in MODELS:
+            raise ValueError(f"random shift is for models of this package, and {name!r} is none; see 'vil models'")
+        texts = {"all": f"{name}, all neighbours", "random": f"{name}, random shift"}
+        works = {text: ModelWork(name, 224, 224, batch, neighbours) for neighbours, text in texts.items()}
+        tasks += [_task(work, text, TRAINING, texts["all"]) for text, work in works.items()]
+    about = "a training step at 224×224, a first stage of 56×56 tokens: forward, backward, plain SGD"
+    return [plan_shift_attention(choices), Group("shift", "training step", about, "bars", "image", tuple(tasks))]
 
 
 def _check_models(names: tuple[str, ...]) -> None:

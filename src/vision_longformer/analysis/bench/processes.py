@@ -79,15 +79,14 @@ class Worker:
 
 
 class Workers:
-    """One timing worker per allocator and one for memory, restarted when they die."""
+    """One worker per allocator, restarted when it dies."""
 
     def __init__(self, allocators: tuple[str, ...]) -> None:
         self.allocators = allocators
         self._workers: dict[str, Worker] = {}
 
     def __enter__(self) -> Workers:
-        for name in (*self.allocators, "memory"):
-            self._workers[name] = self._start(name)
+        self._workers = {name: Worker(ALLOCATORS[name]) for name in self.allocators}
         for worker in self._workers.values():
             worker.wait()
         return self
@@ -96,16 +95,12 @@ class Workers:
         for worker in self._workers.values():
             worker.close()
 
-    def ask(self, name: str, request: dict[str, Any], tell: Callable[[int, int], None] = lambda *_: None) -> Any:
-        """Ask the timing worker of an allocator, or ``"memory"``. After :class:`WorkerDied` the next ask is served."""
+    def ask(self, allocator: str, request: dict[str, Any], tell: Callable[[int, int], None] = lambda *_: None) -> Any:
+        """The answer of an allocator's worker. After :class:`WorkerDied` the next ask is served by a new one."""
         try:
-            return self._workers[name].ask(request, tell)
+            return self._workers[allocator].ask(request, tell)
         except WorkerDied:
-            self._workers[name].close()
-            self._workers[name] = self._start(name)
-            self._workers[name].wait()
+            self._workers[allocator].close()
+            self._workers[allocator] = Worker(ALLOCATORS[allocator])
+            self._workers[allocator].wait()
             raise
-
-    @staticmethod
-    def _start(name: str) -> Worker:
-        return Worker(ALLOCATORS.get(name, {}))

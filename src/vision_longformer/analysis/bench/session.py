@@ -119,16 +119,16 @@ class Session:
         if time.monotonic() > end:
             row.add_reason(f"memory: {OUT_OF_TIME}")
             return
-        answer = self._ask("memory", {"task": row.task.to_dict(), "limit": MEMORY_SECONDS})
+        answer = self._ask("default", {"task": row.task.to_dict(), "limit": MEMORY_SECONDS})
         if isinstance(answer, str) or "reason" in answer:
             row.add_reason(answer if isinstance(answer, str) else answer["reason"])
         else:
             row.memory = answer
 
-    def _ask(self, worker: str, request: dict[str, Any], tell: Callable[[int, int], None] = lambda *_: None) -> Any:
+    def _ask(self, allocator: str, request: dict[str, Any], tell: Callable[[int, int], None] = lambda *_: None) -> Any:
         """A worker's answer, or a sentence if it failed."""
         try:
-            answer = self.workers.ask(worker, {**request, **self.common}, tell)
+            answer = self.workers.ask(allocator, {**request, **self.common}, tell)
         except WorkerDied as death:
             return str(death)
         return answer["failed"] if isinstance(answer, dict) and "failed" in answer else answer

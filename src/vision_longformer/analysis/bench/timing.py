@@ -61,7 +61,7 @@ def measure(
             continue
         try:
             warm[name] = _warm_up(job, effort, device)
-        except (RuntimeError, MemoryError, ValueError, NotImplementedError) as error:
+        except Exception as error:
             samples[name].reason = f"failed: {first_line(error)}"
     elapsed = time.perf_counter() - start
     order = affordable({name: run[0] for name, run in warm.items()}, effort.limit - elapsed, effort.least)
