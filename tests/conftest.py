@@ -7,6 +7,7 @@ import os
 import hypothesis
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 
 hypothesis.settings.register_profile(
     "house",
@@ -15,6 +16,8 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much],
 )
 hypothesis.settings.load_profile("house")
+
+flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # eager FlexAttention would be compiled for every case
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ import torch
 
 from vision_longformer.analysis.bench.attention_jobs import Job, attention_job, refusal
 from vision_longformer.analysis.bench.benches import BENCHES, plan
-from vision_longformer.analysis.bench.estimates import Limits, skip_reason, temporary_bytes
+from vision_longformer.analysis.bench.estimates import Estimates
 from vision_longformer.analysis.bench.fresh import Nursery
 from vision_longformer.analysis.bench.machine import differences
 from vision_longformer.analysis.bench.model_jobs import build_model, model_job
@@ -267,16 +267,17 @@ def test_refusals_are_the_implementations_own() -> None:
 
 @pytest.mark.parametrize("method", list(IMPLEMENTATIONS))
 def test_too_large_tasks_are_not_started(method: str) -> None:
+    estimates = Estimates(CPU, matmul_flops=1e11, memory_limit=1e10, seconds_limit=30.0)
     big = Task("", "", BOTH, "", ("", ""), 1, AttentionWork(method, 400, 400, rule="exact", window=8))
-    reason = skip_reason(big, Limits(1e10, 30.0), 1e11)
-    assert (reason is None) == (method not in ("masked_dense", "unfold_nn", "unfold_tensor"))
-    assert temporary_bytes(task(method)) < 1e8
+    objection = estimates.objection(big)
+    assert (objection is None) == (method not in ("masked_dense", "flex", "unfold_nn", "unfold_tensor"))
+    assert estimates.objection(task(method)) is None
 
 
 def test_full_attention_is_not_started_where_it_takes_forever() -> None:
     big = Task("", "", FORWARD, "", ("", ""), 1, AttentionWork(FULL_ATTENTION, 400, 400))
-    assert "a run; the limit is 30 s" in str(skip_reason(big, Limits(1e10, 30.0), 1e11))
-    assert skip_reason(big, Limits(1e10, 1e4), 1e11) is None
+    assert "a run; the limit is 30 s" in str(Estimates(CPU, 1e11, 1e10, 30.0).objection(big))
+    assert Estimates(CPU, 1e11, 1e10, 1e4).objection(big) is None
 
 
 @pytest.mark.parametrize(("model", "mode"), [("vision_longformer_tiny", TRAINING), ("resnet18", INFERENCE)])

@@ -18,11 +18,14 @@ from vision_longformer.ops import IMPLEMENTATIONS
 
 OTHERS = [name for name in IMPLEMENTATIONS if name != "masked_dense"]
 
+FEWER = {"flex": 6}
+"""By how much fewer cases are tried: FlexAttention on a CPU takes about a second for each."""
+
 SIZES = [(1, 1), (1, 7), (7, 1), (2, 3), (4, 4), (5, 9), (6, 6), (7, 5), (8, 3)]
 
 
 @st.composite
-def cases(draw: st.DrawFn, sizes: tuple = tuple(SIZES), exact_neighbours: bool = True) -> Case:
+def cases(draw: st.DrawFn, sizes: tuple = tuple(SIZES)) -> Case:
     """Any legal call, small."""
     rule = draw(st.sampled_from(RULES))
     neighbours = draw(st.sampled_from(["all", "all", "self", "int", "tensor"]))
@@ -51,13 +54,13 @@ def cases(draw: st.DrawFn, sizes: tuple = tuple(SIZES), exact_neighbours: bool =
     )
 
 
-def runnable(implementation: str, dtype: torch.dtype, **options: object) -> st.SearchStrategy[Case]:
+def runnable(implementation: str, dtype: torch.dtype) -> st.SearchStrategy[Case]:
     """Cases that the implementation can run, with gradients or without; skips where it can run none on this machine."""
     plain = [Case(rule=rule, grid=grid) for rule in RULES for grid in ((4, 4), (5, 9))]
     reasons = [case.refusal(implementation, dtype, grad=False) for case in plain]
     if all(reasons):
         pytest.skip(f"{implementation} cannot run here: {reasons[0]}")
-    return cases(**options).filter(lambda case: case.refusal(implementation, dtype, grad=False) is None)
+    return cases().filter(lambda case: case.refusal(implementation, dtype, grad=False) is None)
 
 
 # The oracle
@@ -152,7 +155,7 @@ def _first(dilation: int | tuple[int, ...], heads: int) -> int | tuple[int, ...]
 def test_agrees_with_the_oracle(implementation: str, dtype: torch.dtype, examples: int) -> None:
     strategy = runnable(implementation, dtype)
 
-    @settings(max_examples=examples)
+    @settings(max_examples=max(5, examples // FEWER.get(implementation, 1)))
     @given(strategy)
     def sweep(case: Case) -> None:
         compare(implementation, case, dtype)
@@ -186,7 +189,7 @@ def test_every_rule_and_neighbour(implementation: str) -> None:
     able = [case for case in EVERY_KIND if case.refusal(implementation, grad=False) is None]
     if not able:
         pytest.skip(f"{implementation} cannot run here: {EVERY_KIND[0].refusal(implementation, grad=False)}")
-    for case in able:
+    for case in able[:: FEWER.get(implementation, 1)]:
         compare(implementation, case)
 
 

@@ -17,12 +17,13 @@ from .fused_cpu_library import DATA_TYPES, Library, Problem, load
 from .spec import LocalSpec
 
 KINDS = ("all", "self", "one")
+UNAVAILABLE = problem if isinstance(problem := load(), str) else None
+"""Why the library cannot be used, a constant to compiled graphs."""
 
 
 def refusal(spec: LocalSpec, q: Tensor) -> str | None:
-    library = load()
-    if isinstance(library, str):
-        return library
+    if UNAVAILABLE is not None:
+        return UNAVAILABLE
     if q.device.type != "cpu":
         return f"the kernel runs on the CPU, but the tensors are on {q.device.type!r}"
     if q.dtype not in DATA_TYPES:

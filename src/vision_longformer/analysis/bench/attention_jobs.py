@@ -16,6 +16,9 @@ from ...ops.spec import LocalSpec
 from .tasks import BATCHED_MATMUL, BOTH, FULL_ATTENTION, LARGE_MATMUL, REFERENCES, AttentionWork
 from .useful import batched_products, block_keys
 
+BATCHED_FLOATS = 1 << 27
+"""Operands and results of the batched matrix products."""
+
 
 class Job(NamedTuple):
     """A run, and the bytes of the tensors that are there before it and of those that it returns."""
@@ -125,25 +128,25 @@ def _large_matmul(work: AttentionWork, device: torch.device) -> Job:
 
 
 def _batched_matmul(work: AttentionWork, mode: str, device: torch.device) -> Job:
-    """The products of chunks that have all neighbours, with operands and results in place: no copies, no softmax."""
+    """The products of all chunks as if each had all neighbours, with operands and results in place: no copies, no
+    softmax. Where there are many, the same operands serve several times."""
     count, queries, keys = batched_products(work), work.window**2, block_keys(work)
-    q, out, grad, grad_q = (torch.ones(count, queries, work.dim, device=device) for _ in range(4))
-    k, v, grad_k, grad_v = (torch.ones(count, keys, work.dim, device=device) for _ in range(4))
-    scores, grads = (torch.ones(count, queries, keys, device=device) for _ in range(2))
+    size = max(1, min(count, BATCHED_FLOATS // (keys * (4 * work.dim + 2 * queries) + 4 * queries * work.dim)))
+    q, out, grad, grad_q = (torch.ones(size, queries, work.dim, device=device) for _ in range(4))
+    k, v, grad_k, grad_v = (torch.ones(size, keys, work.dim, device=device) for _ in range(4))
+    scores, grads = (torch.ones(size, queries, keys, device=device) for _ in range(2))
+    products = [(q, k.transpose(1, 2), scores), (scores, v, out)]
+    if mode == BOTH:
+        products += [(scores.transpose(1, 2), grad, grad_v), (grad, v.transpose(1, 2), grads)]
+        products += [(grads, k, grad_q), (grads.transpose(1, 2), q, grad_k)]
 
-    def forward() -> None:
-        torch.bmm(q, k.transpose(1, 2), out=scores)
-        torch.bmm(scores, v, out=out)
+    def run() -> None:
+        for start in range(0, count, size):
+            for a, b, c in products:
+                part = slice(min(size, count - start))
+                torch.bmm(a[part], b[part], out=c[part])
 
-    def both() -> None:
-        forward()
-        torch.bmm(scores.transpose(1, 2), grad, out=grad_v)
-        torch.bmm(grad, v.transpose(1, 2), out=grads)
-        torch.bmm(grads, k, out=grad_q)
-        torch.bmm(grads.transpose(1, 2), q, out=grad_k)
-
-    operands = sum(map(_bytes, (q, out, k, v, scores)))
-    return Job(both if mode == BOTH else forward, operands, 0)
+    return Job(run, sum(map(_bytes, (q, out, k, v, scores))), 0)
 
 
 def _bytes(x: Tensor) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from .result import GroupResult, Row
 from .tasks import LARGE_MATMUL
@@ -80,8 +82,17 @@ def _bars(axes: Axes, values: list[float], shift: float, height: float, colour: 
 
 
 def _finish(axes: Axes, variants: list[str]) -> None:
+    """Names, and a logarithmic axis where the shortest bars would vanish beside the longest."""
     axes.set_yticks(range(len(variants)), variants, fontsize=7)
     axes.set_ylim(len(variants) - 0.4, -0.6)
-    axes.set_xlim(0, 1.2 * axes.get_xlim()[1])
+    lengths = [bar.get_width() for bar in axes.patches if isinstance(bar, Rectangle) and bar.get_width() > 0]
+    if lengths and max(lengths) > 40 * min(lengths):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlim(min(lengths) / 3, 4 * max(lengths))
+    elif lengths:
+        axes.set_xlim(0, 1.2 * max(lengths))
     axes.tick_params(axis="x", labelsize=6)
     axes.grid(True, axis="x", alpha=0.3, linewidth=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from .plot_bars import draw_bars
 from .result import GroupResult, Result, Row
 from .tasks import BATCHED_MATMUL, FULL_ATTENTION, LARGE_MATMUL
 
-COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
+COLOURS = ("tab:red", "tab:green", "tab:blue", "tab:purple", "tab:orange", "tab:brown", "tab:pink", "tab:olive")
 REFERENCE_STYLES = {FULL_ATTENTION: ("black", "--"), BATCHED_MATMUL: ("grey", ":")}
 ALLOCATOR_TEXTS = {"default": "default allocator", "kept": "memory kept"}
 
@@ -33,7 +34,7 @@ def draw(result: Result, stem: Path) -> list[Path]:
         if not any(row.time for row in group.rows):
             continue
         figure = styles[group.style](group)
-        figure.suptitle(f"{group.about}\n{where}", fontsize=9)
+        figure.suptitle(f"{textwrap.fill(group.about, 150)}\n{where}", fontsize=9)
         words = [*([group.bench] if result.what != group.bench else []), *group.name.replace(",", "").split()]
         path = stem.with_name("-".join((stem.name, *dict.fromkeys(words))) + ".png")
         figure.savefig(path, dpi=130)
@@ -47,6 +48,8 @@ def draw_lines(group: GroupResult) -> Figure:
     figure, panels = _panels(_modes(group), len(allocators) + 1)
     for mode, row in zip(_modes(group), panels, strict=True):
         for axes, allocator in zip(row, allocators, strict=False):
+            if axes is not row[0]:
+                axes.sharey(row[0])
             _lines(axes, group, mode, partial(_milliseconds, allocator=allocator))
             _spread(axes, group, mode, allocator)
             _finish(axes, group, f"{mode}: ms, {ALLOCATOR_TEXTS[allocator]}")
@@ -175,8 +178,9 @@ def _modes(group: GroupResult) -> list[str]:
 
 
 def _variants(group: GroupResult) -> list[str]:
-    """Those to draw; the large matrix product does not depend on the map."""
-    return [name for name in dict.fromkeys(row.task.variant for row in group.rows) if name != LARGE_MATMUL]
+    """Those that were measured; the large matrix product does not depend on the map."""
+    measured = [row.task.variant for row in group.rows if row.time]
+    return [name for name in dict.fromkeys(measured) if name != LARGE_MATMUL]
 
 
 def _line_style(group: GroupResult, variant: str) -> tuple[str, str]:

@@ -15,6 +15,9 @@ from .result import GroupResult, Result
 from .session import Session, Tell
 from .tasks import Group
 
+LEAST_PACE = 0.3
+"""What is left of a benchmark's time, at the least, when those before it and the start took too long."""
+
 
 def run(
     what: str,
@@ -42,13 +45,14 @@ def run(
         machine_facts(choices.device, threads),
         {**chosen, "allocators": allocators, "budget": sum(budgets.values())},
     )
-    started = time.monotonic()
+    end = time.monotonic() + sum(budgets.values())
     with Workers(allocators) as workers:
         session = Session(workers, choices, threads, sum(budgets.values()), tell)
-        start_up = min(0.5, (time.monotonic() - started) / sum(budgets.values()))
         for name, groups in plans.items():
-            seconds = budgets[name] * (1 - start_up)
-            for group in session.measure([GroupResult.of(group) for group in groups], seconds):
+            pace = (end - time.monotonic()) / sum(budgets.values())
+            worth = budgets.pop(name)
+            seconds = worth * min(1.0, max(LEAST_PACE, pace))
+            for group in session.measure([GroupResult.of(group) for group in groups], seconds, worth):
                 result.groups.append(group)
                 yield result
     result.complete = True

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .estimates import Limits, default_memory_limit, run_seconds, skip_reason
+from .estimates import Estimates, default_memory_limit
 from .plans import Choices
 from .processes import WorkerDied, Workers
 from .result import GroupResult, Row
@@ -49,30 +49,30 @@ class Session:
     def __init__(self, workers: Workers, choices: Choices, threads: int | None, budget: float, tell: Tell) -> None:
         self.workers, self.budget, self.done, self._tell = workers, budget, 0.0, tell
         self.rounds, longest = ((2, 15), 1.0) if choices.quick else ((5, 50), 30.0)
-        self.limits = Limits(default_memory_limit(), longest)
         self.common = {"device": str(choices.device), "threads": threads}
         tell("starting", 0, budget)
-        self.matmul_flops = self._matmul_flops()
+        memory = default_memory_limit(choices.device)
+        self.estimates = Estimates(choices.device, self._matmul_flops(), memory, longest)
 
-    def measure(self, groups: list[GroupResult], seconds: float) -> Iterator[GroupResult]:
-        """The groups of one benchmark, one after the other, with their rows filled in."""
+    def measure(self, groups: list[GroupResult], seconds: float, worth: float) -> Iterator[GroupResult]:
+        """The groups of one benchmark, one after the other, with their rows filled in; in the progress they count as
+        ``worth`` seconds."""
         turns = [Turn(group, rows) for group in groups for rows in _together(group)]
         whole = left = sum(turn.weight for turn in turns)
         end = time.monotonic() + seconds
         for group in groups:
             for turn in (turn for turn in turns if turn.group is group):
                 share = max(0.0, end - time.monotonic()) * turn.weight / left
-                worth = seconds * turn.weight / whole
-                self._fill(turn, share, worth)
+                self._fill(turn, share, worth * turn.weight / whole)
                 left -= turn.weight
-                self.done += worth
+                self.done += worth * turn.weight / whole
             group.compute_speedups()
             yield group
 
     def _fill(self, turn: Turn, seconds: float, worth: float) -> None:
         """Measure rows in turns, with each allocator, then their memory; this adds ``worth`` to the progress."""
         rows = self._can_run(turn.rows)
-        rows.sort(key=lambda row: run_seconds(row.task, self.matmul_flops))
+        rows.sort(key=lambda row: self.estimates.seconds(row.task))
         part = 1 / (len(self.workers.allocators) + 1)
         effort = Effort(seconds * part, *self.rounds, 1.5 * seconds * part)
         for index, allocator in enumerate(self.workers.allocators):
@@ -92,7 +92,7 @@ class Session:
         refusals = [answer] * len(rows) if isinstance(answer, str) else answer
         for row, refusal in zip(rows, refusals, strict=True):
             row.flops = useful_flops(row.task)
-            reason = refusal or skip_reason(row.task, self.limits, self.matmul_flops)
+            reason = refusal or self.estimates.objection(row.task)
             if reason is not None:
                 row.add_reason(reason)
         return [row for row in rows if not row.reasons]

@@ -7,9 +7,6 @@ import torch
 from ...geometry import SELF_BLOCK, axis_window, chunk_tables
 from .tasks import BATCHED_MATMUL, BOTH, FULL_ATTENTION, LARGE_MATMUL, AttentionWork, Task
 
-BATCHED_BYTES = 1 << 29
-"""Operands of the batched matrix products; a larger batch would measure memory, not arithmetic."""
-
 
 def useful_flops(task: Task) -> int | None:
     """Floating-point operations of the matrix products of a call; None for models.
@@ -51,7 +48,5 @@ def block_keys(work: AttentionWork) -> int:
 
 
 def batched_products(work: AttentionWork) -> int:
-    """How many chunks the batched matrix products take: those of the task, or as many as fit."""
-    chunks = work.batch * work.heads * work.grid.chunks(work.window).tokens
-    floats = block_keys(work) * (4 * work.dim + 2 * work.window**2) + 4 * work.window**2 * work.dim
-    return max(1, min(chunks, BATCHED_BYTES // (4 * floats)))
+    """How many chunks there are to multiply."""
+    return work.batch * work.heads * work.grid.chunks(work.window).tokens
