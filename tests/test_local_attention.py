@@ -18,9 +18,6 @@ from vision_longformer.ops import IMPLEMENTATIONS
 
 OTHERS = [name for name in IMPLEMENTATIONS if name != "masked_dense"]
 
-FEWER = {"flex": 6}
-"""By how much fewer cases are tried: FlexAttention on a CPU takes about a second for each."""
-
 SIZES = [(1, 1), (1, 7), (7, 1), (2, 3), (4, 4), (5, 9), (6, 6), (7, 5), (8, 3)]
 
 
@@ -155,7 +152,7 @@ def _first(dilation: int | tuple[int, ...], heads: int) -> int | tuple[int, ...]
 def test_agrees_with_the_oracle(implementation: str, dtype: torch.dtype, examples: int) -> None:
     strategy = runnable(implementation, dtype)
 
-    @settings(max_examples=max(5, examples // FEWER.get(implementation, 1)))
+    @settings(max_examples=examples)
     @given(strategy)
     def sweep(case: Case) -> None:
         compare(implementation, case, dtype)
@@ -189,7 +186,7 @@ def test_every_rule_and_neighbour(implementation: str) -> None:
     able = [case for case in EVERY_KIND if case.refusal(implementation, grad=False) is None]
     if not able:
         pytest.skip(f"{implementation} cannot run here: {EVERY_KIND[0].refusal(implementation, grad=False)}")
-    for case in able[:: FEWER.get(implementation, 1)]:
+    for case in able:
         compare(implementation, case)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..geometry import BLOCKS, RULES, SELF_BLOCK
 from .fused_cpu_library import DATA_TYPES, Library, Problem, load
-from .spec import LocalSpec
+from .spec import LocalSpec, refuse_dilation
 
 KINDS = ("all", "self", "one")
 UNAVAILABLE = problem if isinstance(problem := load(), str) else None
@@ -28,9 +28,7 @@ def refusal(spec: LocalSpec, q: Tensor) -> str | None:
         return f"the kernel runs on the CPU, but the tensors are on {q.device.type!r}"
     if q.dtype not in DATA_TYPES:
         return f"the kernel knows float32, float64, bfloat16 and float16, not {q.dtype}"
-    if spec.dilation != 1:
-        return "chunks hold neighbouring tokens only, so dilation must be 1"
-    return None
+    return refuse_dilation(spec)
 
 
 def attend(
@@ -178,9 +176,7 @@ def _problem(
         column, DATA_TYPES[q.dtype], 1, scale,
     )  # fmt: skip
     q, k, v = _rows(q), _rows(k), _rows(v)
-    bias, global_bias = (
-        None if x is None else x.detach().to(_arithmetic(q)).contiguous() for x in (bias, global_bias)
-    )
+    bias, global_bias = (None if x is None else x.detach().to(_arithmetic(q)).contiguous() for x in (bias, global_bias))
     problem.set_tensors(q=q, k=k, v=v, bias=bias, global_bias=global_bias)
     return problem, [q, k, v, bias, global_bias]
 

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from .chunks import block_bias, block_sources, from_chunks, selected_blocks, to_chunks
-from .spec import LocalSpec
+from .spec import LocalSpec, refuse_dilation
 
 
 def refusal(spec: LocalSpec, q: Tensor) -> str | None:
-    if spec.dilation != 1:
-        return "chunks hold neighbouring tokens only, so dilation must be 1"
-    return None
+    return refuse_dilation(spec)
 
 
 def attend(

@@ -21,3 +21,8 @@ class LocalSpec:
     neighbours: str
     dilation: int
     scale: float
+
+
+def refuse_dilation(spec: LocalSpec) -> str | None:
+    """The refusal of implementations that work on chunks."""
+    return None if spec.dilation == 1 else "chunks hold neighbouring tokens only, so dilation must be 1"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .opaque import opaque
-from .spec import LocalSpec
+from .spec import LocalSpec, refuse_dilation
 from .tiles import ChunkClass, fold_key_map, key_map, map_classes
 
 FORWARD_TILE, BACKWARD_TILE = 1 << 19, 1 << 20
@@ -18,9 +18,7 @@ FORWARD_TILE, BACKWARD_TILE = 1 << 19, 1 << 20
 
 
 def refusal(spec: LocalSpec, q: Tensor) -> str | None:
-    if spec.dilation != 1:
-        return "chunks hold neighbouring tokens only, so dilation must be 1"
-    return None
+    return refuse_dilation(spec)
 
 
 def _forward(
