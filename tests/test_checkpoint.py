@@ -280,3 +280,12 @@ def test_an_unknown_way_to_resize_is_refused() -> None:
     source = double(small_config(LOCAL, FULL, position="relative"))
     with pytest.raises(ValueError, match="unknown table resize 'crop'"):
         adapt_model(source, small_config(cfg.Longformer(window=2), FULL, position="relative"), table_resize="crop")
+
+
+def test_a_pruned_model_is_not_saved(tmp_path: Path) -> None:
+    model = build("vil")
+    model.prune_intermediate_layers([0, 1])
+    model.set_input_size(96)
+    assert model.config.img_size == (96, 96)
+    with pytest.raises(ValueError, match="pruned"):
+        save(model, tmp_path / "model.safetensors")

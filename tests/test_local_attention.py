@@ -346,3 +346,12 @@ def call(**changes: object) -> Tensor:
 def test_bad_arguments_are_named(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**changes)
+
+
+@pytest.mark.parametrize("neighbour", [0, 9, -1, True])
+def test_a_neighbour_outside_1_to_8_is_refused_as_number_and_as_tensor(neighbour: int) -> None:
+    q = torch.randn(1, 4, 1, 2)
+    numbers = [neighbour] if isinstance(neighbour, bool) else [neighbour, torch.tensor(neighbour)]
+    for value in numbers:
+        with pytest.raises(ValueError, match=r"a neighbour is 1\.\.8"):
+            local_attention(q, q, q, (2, 2), window=1, neighbours=value)

@@ -250,9 +250,9 @@ class ModelConfig:
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
         """The inverse of :meth:`to_dict`; unknown fields and mechanisms are refused by name."""
         stages = []
-        for plain in data["stages"]:
-            options = dict(plain["attention"])
-            kind = options.pop("kind")
+        for plain in data.get("stages", ()):
+            options = dict(plain.get("attention", ()))
+            kind = options.pop("kind", None)
             check_choice("attention mechanism", kind, MECHANISMS)
             stages.append(_build(StageConfig, {**plain, "attention": _build(MECHANISMS[kind], options)}))
         return _build(cls, {**data, "stages": tuple(stages)})

@@ -22,6 +22,8 @@ def save(model: VisionLongformer, path: str | Path, *, overwrite: bool = False) 
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"{path.name} should end in .safetensors")
+    if len(model.stages) != len(model.config.stages):
+        raise ValueError("this model was pruned for features and cannot be saved; save the whole one")
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists; give another name or ask to overwrite it")
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}

@@ -153,7 +153,7 @@ class VisionLongformer(nn.Module):
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Make position tables and projections for another image size. (Without it, they are resized as needed.)"""
         self.config = replace(self.config, img_size=size_pair(img_size))
-        for stage, grid in zip(self.stages, self.config.grids(), strict=True):
+        for stage, grid in zip(self.stages, self.config.grids(), strict=False):
             cast(Stage, stage).set_grid(grid)
 
     @torch.jit.ignore

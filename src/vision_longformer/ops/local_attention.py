@@ -114,13 +114,19 @@ def _neighbour_tensor(neighbours: str | int | Tensor, device: torch.device) -> t
     if isinstance(neighbours, Tensor):
         if neighbours.numel() != 1 or neighbours.is_floating_point():
             raise ValueError(f"neighbours must be one integer, not {neighbours.dtype} of {tuple(neighbours.shape)}")
+        if neighbours.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_neighbour(int(neighbours))
         return "one", neighbours.reshape(()).to(device)
     if isinstance(neighbours, int):
-        if not 1 <= neighbours <= 8:
-            raise ValueError(f"neighbours is {neighbours}; a neighbour is 1..8, or use 'all' or 'self'")
+        _check_neighbour(neighbours)
         return "one", torch.full((), neighbours, dtype=torch.int64, device=device)
     check_choice("neighbours", neighbours, ("all", "self"))
     return neighbours, None
+
+
+def _check_neighbour(number: int) -> None:
+    if isinstance(number, bool) or not 1 <= number <= 8:
+        raise ValueError(f"neighbours is {number}; a neighbour is 1..8, or use 'all' or 'self'")
 
 
 def _autocast(x: Tensor) -> Tensor:

@@ -70,7 +70,11 @@ class Backward {
         const PanelSource<S> values = panel_source<S>(p, p.v, p.v_strides, batch, head, zeros_);
         const bool fold_at_once = core_.wants_bias && !core_.bias.cached;
         each_block(
-            core_.plan, core_.BLOCK_PANELS, [&](const Block& block) { pack(block, keys, values); },
+            core_.plan, core_.BLOCK_PANELS,
+            [&](const Block& block) {
+                pack(block, keys, values);
+                prefetch(block, keys, values, batch, head);
+            },
             [&](const Block& block, bool fresh) {
                 core_.differentiate(block, fresh);
                 if (fold_at_once) fold_block(block);
@@ -86,16 +90,18 @@ class Backward {
         const S* grad = static_cast<const S*>(p.grad_out) + batch * strides.batch + head * strides.head;
         const S* out = static_cast<const S*>(p.out) + (batch * p.tokens() * p.heads + head) * p.dim;
         const T* lse = static_cast<const T*>(p.lse) + (batch * p.heads + head) * p.tokens();
+        const T factor = T(p.scale * LOG2_E);
         for (Index i = 0; i < core_.plan.queries; i++) {
             const Index token = core_.plan.query_token[i], padded = core_.padded;
             T *grad_row = core_.grad_out + i * padded, *row = core_.query + i * padded;
-            load_row<S>(out + token * p.heads * p.dim, p.dim, padded, T(1), row);  // the result, until the query comes
-            load_row<S>(grad + token * strides.token, p.dim, padded, T(1), grad_row);
+            load_row<S>(out + token * p.heads * p.dim, p.dim, padded, row);  // the result, until the query comes
+            load_row<S>(grad + token * strides.token, p.dim, padded, grad_row);
             Vector<T> product{};
             for (Index j = 0; j < padded; j += LANES<T>) product += load<T>(row + j) * load<T>(grad_row + j);
             core_.delta[i] = sum_of_lanes<T>(product);
             core_.lse[i] = lse[token] * T(LOG2_E);
-            load_row<S>(q + token * p.q_strides.token, p.dim, padded, T(p.scale * LOG2_E), row);
+            load_row<S>(q + token * p.q_strides.token, p.dim, padded, row,
+                        [=](Vector<T> value) VL_LAMBDA { return value * factor; });
         }
     }
 
@@ -107,6 +113,25 @@ class Backward {
             pack_panel<T>(core_.key_rows + place, core_.padded, core_.key_panels + place);
             pack_panel_directly<S>(values, tokens, value_rows_, core_.value_panels + place);
         }
+    }
+
+    // While a block is worked on: the keys and values of the next one, and the gradients it will be added to.
+    void prefetch(const Block& block, const PanelSource<S>& keys, const PanelSource<S>& values, Index batch,
+                  Index head) {
+        const Index panels = block.panel_end - block.panel_begin, steps = panels * core_.plan.tiles;
+        const Index ahead = minimum(core_.plan.panels - block.panel_end, panels);
+        const Index* tokens = core_.plan.key_token + block.panel_begin * PANEL<T>;
+        core_.prefetch_inputs.start(tokens + panels * PANEL<T>, ahead * PANEL<T>, keys.base, keys.token_stride,
+                                    values.base, values.token_stride, keys.size, steps);
+        const Index stride = problem_->heads * problem_->dim;
+        core_.prefetch_gradients.start(tokens, panels * PANEL<T>, gradients(problem_->grad_k, batch, head), stride,
+                                       gradients(problem_->grad_v, batch, head), stride, problem_->dim, steps);
+    }
+
+    // Gradients of keys or values of one batch entry and head.
+    T* gradients(void* tensor, Index batch, Index head) const {
+        const Index tokens = problem_->global_tokens + problem_->tokens();
+        return static_cast<T*>(tensor) + (batch * tokens * problem_->heads + head) * problem_->dim;
     }
 
     // Adds gradients of expanded bias to those of the table and of the global bias.
@@ -131,8 +156,7 @@ class Backward {
     // Adds the block's sums to the gradients of its tokens.
     void add_grad_keys(const Block& block, Index batch, Index head) {
         const Problem& p = *problem_;
-        const Index offset = (batch * (p.global_tokens + p.tokens()) * p.heads + head) * p.dim;
-        T *keys = static_cast<T*>(p.grad_k) + offset, *values = static_cast<T*>(p.grad_v) + offset;
+        T *keys = gradients(p.grad_k, batch, head), *values = gradients(p.grad_v, batch, head);
         const Index* tokens = core_.plan.key_token + block.panel_begin * PANEL<T>;
         for (Index i = 0; i < (block.panel_end - block.panel_begin) * PANEL<T>; i++) {
             const Index token = tokens[i], row = i * core_.padded;

@@ -2,23 +2,25 @@
 #pragma once
 
 #include "block.h"
+#include "prefetch.h"
 
 namespace vision_longformer {
 namespace VL_LEVEL {
 
 template <class T>
 struct BackwardCore {
-    static constexpr Index BLOCK_PANELS = 192 / (2 * VECTOR_BYTES);
+    static constexpr Index BLOCK_PANELS = 448 / (2 * VECTOR_BYTES);
 
     Index dim, padded;
     bool wants_bias;
     ChunkPlan<T> plan;
     Bias<T> bias;
-    T *query, *grad_out, *grad_query;                // rows of `padded` elements per query
-    T *lse, *delta;                                  // per query: log-sum-exp in base 2; result times its gradient
-    T *key_rows, *key_panels, *value_panels;         // of the block
-    T *grad_keys, *grad_values;                      // of the block, as rows
+    T *query, *grad_out, *grad_query;         // rows of `padded` elements per query
+    T *lse, *delta;                           // per query: log-sum-exp in base 2; result times its gradient
+    T *key_rows, *key_panels, *value_panels;  // of the block
+    T *grad_keys, *grad_values;               // of the block, as rows
     PanelMatrix<T> weights, grad_scores, block_bias;
+    Prefetch prefetch_inputs, prefetch_gradients;
 
     void allocate(const Problem& problem, Arena& arena) {
         dim = problem.dim;
@@ -66,6 +68,8 @@ struct BackwardCore {
         for (Index panel = block.panel_begin; panel < block.panel_end; panel++)
             for (Index tile = block.tile_begin; tile < block.tile_end; tile++) {
                 if (!block.sees(plan, tile, panel)) continue;
+                prefetch_inputs.step();
+                prefetch_gradients.step();
                 const Index start = plan.tile_start[tile], place = panel - block.panel_begin;
                 with_constant<MICRO_ROWS>(plan.tile_start[tile + 1] - start, [&](auto rows) VL_LAMBDA {
                     recompute_tile<rows.value>(start, start - first, place, added, grad_bias);

@@ -55,6 +55,9 @@ class Bias {
         return matrix;
     }
 
+    // Of a query and the key of the same token.
+    T of_own_key() const { return table_[problem_->bias_side() * problem_->bias_side() / 2]; }
+
     // Where gradients of the plan's kind of chunk are summed up, until they are taken.
     PanelMatrix<T> gradients_of(const ChunkPlan<T>& plan) {
         T* data = gradients_ + plan.kind * slot_;
@@ -90,20 +93,19 @@ class Bias {
     // Adds `source` to a reversed gradient of the table and to that of the global bias; either may be null.
     void fold(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin, Index query_end,
               PanelMatrix<T> source, T* table, T* global) const {
-        for (Index panel = panel_begin; panel < panel_end; panel++)
-            for (int part = 0; part < PANEL<T>; part += LANES<T>) {
-                const Index key = panel * PANEL<T> + part;
-                const bool consecutive = are_consecutive(plan, key);
-                for (Index query = query_begin; query < query_end; query++) {
-                    const T* values = source.at(panel - panel_begin, query - query_begin) + part;
-                    T* row = table ? table + plan.query_start[query] : nullptr;
-                    if (consecutive && row)
-                        store<T>(row + plan.key_offset[key], load<T>(row + plan.key_offset[key]) + load<T>(values));
-                    else if (!consecutive)
-                        for (int lane = 0; lane < LANES<T>; lane++)
-                            add_entry(plan, key + lane, values[lane], row, global);
-                }
+        each_vector(panel_begin, panel_end, query_begin, query_end, source, [&](Index query, Index key, T* values) {
+            T* row = table ? table + plan.query_start[query] : nullptr;
+            const Index run = plan.key_run[key / LANES<T>];
+            if (run >= 0) {
+                if (row) store<T>(row + run, load<T>(row + run) + load<T>(values));
+                return;
             }
+            for (int lane = 0; lane < LANES<T>; lane++) {
+                const Index offset = plan.key_offset[key + lane];
+                if (offset >= 0 && row) row[offset] += values[lane];
+                if (offset == ChunkPlan<T>::GLOBAL && global) global[plan.key_token[key + lane]] += values[lane];
+            }
+        });
     }
 
    private:
@@ -115,40 +117,28 @@ class Bias {
     // Fills `target` for some panels and queries of the plan.
     void expand(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin, Index query_end,
                 PanelMatrix<T> target) const {
-        for (Index panel = panel_begin; panel < panel_end; panel++)
-            for (int part = 0; part < PANEL<T>; part += LANES<T>) {
-                const Index key = panel * PANEL<T> + part;
-                const bool consecutive = are_consecutive(plan, key);
-                for (Index query = query_begin; query < query_end; query++) {
-                    T* values = target.at(panel - panel_begin, query - query_begin) + part;
-                    const T* row = table_ + plan.query_start[query];
-                    if (consecutive)
-                        store<T>(values, load<T>(row + plan.key_offset[key]));
-                    else
-                        for (int lane = 0; lane < LANES<T>; lane++) values[lane] = entry(plan, key + lane, row);
-                }
+        each_vector(panel_begin, panel_end, query_begin, query_end, target, [&](Index query, Index key, T* values) {
+            const T* row = table_ + plan.query_start[query];
+            const Index run = plan.key_run[key / LANES<T>];
+            if (run >= 0) return store<T>(values, load<T>(row + run));
+            for (int lane = 0; lane < LANES<T>; lane++) {
+                const Index offset = plan.key_offset[key + lane];
+                values[lane] = offset >= 0                      ? row[offset]
+                               : offset == ChunkPlan<T>::GLOBAL ? global_[plan.key_token[key + lane]]
+                                                                : -T(INFINITY);
             }
+        });
     }
 
-    // Whether the vector of keys from `key` on is a run of local keys, so that its entries are consecutive.
-    static bool are_consecutive(const ChunkPlan<T>& plan, Index key) {
-        const Index first = plan.key_offset[key];
-        bool result = first >= 0;
-        for (int lane = 1; lane < LANES<T>; lane++) result = result && plan.key_offset[key + lane] == first + lane;
-        return result;
-    }
-    T entry(const ChunkPlan<T>& plan, Index key, const T* row) const {
-        const Index offset = plan.key_offset[key];
-        if (offset >= 0) return row[offset];
-        return offset == ChunkPlan<T>::GLOBAL ? global_[plan.key_token[key]] : -T(INFINITY);
-    }
-    static void add_entry(const ChunkPlan<T>& plan, Index key, T value, T* row, T* global) {
-        const Index offset = plan.key_offset[key];
-        if (offset >= 0) {
-            if (row) row[offset] += value;
-        } else if (offset == ChunkPlan<T>::GLOBAL && global) {
-            global[plan.key_token[key]] += value;
-        }
+    // Calls `body(query, key, values)` for every query and every vector of keys from `key` on. Queries come in the
+    // outer loop: neighbours among them have overlapping entries, which are slow to store and load again at once.
+    template <class Body>
+    static VL_INLINE void each_vector(Index panel_begin, Index panel_end, Index query_begin, Index query_end,
+                                      PanelMatrix<T> matrix, Body body) {
+        for (Index query = query_begin; query < query_end; query++)
+            for (Index panel = panel_begin; panel < panel_end; panel++)
+                for (int part = 0; part < PANEL<T>; part += LANES<T>)
+                    body(query, panel * PANEL<T> + part, matrix.at(panel - panel_begin, query - query_begin) + part);
     }
 };
 

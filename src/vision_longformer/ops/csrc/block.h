@@ -7,7 +7,7 @@
 namespace vision_longformer {
 namespace VL_LEVEL {
 
-// A group of queries and a block of keys are sized so that their scores stay in the first-level cache.
+// Weights of a group of queries and a block of keys should stay in the caches of one core.
 constexpr Index GROUP_TILES = 60 / MICRO_ROWS;
 constexpr Index GROUP_ROWS = GROUP_TILES * MICRO_ROWS;
 
@@ -55,8 +55,8 @@ PanelSource<S> panel_source(const Problem& problem, const void* tensor, const St
     return {base, strides.token, problem.dim, round_up(problem.dim, LANES<Arithmetic<S>>), zeros};
 }
 
-// target[query][:] += sum over the panels begin .. end of left[query][key] * right[key][:], for a micro tile of queries.
-// `left` is the tile's first row in the first of those panels, `right` the rows of the block's keys.
+// target[query][:] += sum over the panels begin .. end of left[query][key] * right[key][:], for a micro tile of
+// queries. `left` is the tile's first row in the first of those panels, `right` the rows of the block's keys.
 template <class T>
 VL_INLINE void sum_over_keys(const T* left, Index panel_stride, const T* right, Index begin, Index end, Index count,
                              T* target, Index padded) {

@@ -24,11 +24,15 @@ class Forward {
         core_.plan.build(chunk_row, chunk_column);
         core_.bias.select_head(head);
         core_.clear();
-        load_queries(batch, head);
         const PanelSource<S> keys = panel_source<S>(p, p.k, p.k_strides, batch, head, zeros_);
+        load_queries(batch, head, keys);
         const PanelSource<S> values = panel_source<S>(p, p.v, p.v_strides, batch, head, zeros_);
         each_block(
-            core_.plan, core_.BLOCK_PANELS, [&](const Block& block) { pack(block, keys, values); },
+            core_.plan, core_.BLOCK_PANELS,
+            [&](const Block& block) {
+                pack(block, keys, values);
+                prefetch(block, keys, values);
+            },
             [&](const Block& block, bool) { core_.attend(block); }, [](const Block&) {});
         write_results(batch, head);
     }
@@ -39,12 +43,17 @@ class Forward {
     S* zeros_;
     T* key_rows_;
 
-    void load_queries(Index batch, Index head) {
+    void load_queries(Index batch, Index head, const PanelSource<S>& keys) {
         const Problem& p = *problem_;
         const S* q = static_cast<const S*>(p.q) + batch * p.q_strides.batch + head * p.q_strides.head;
+        const T factor = T(p.scale * LOG2_E), own_bias = core_.bias.of_own_key();
         for (Index i = 0; i < core_.plan.queries; i++) {
-            const S* source = q + core_.plan.query_token[i] * p.q_strides.token;
-            load_row<S>(source, p.dim, core_.padded, T(p.scale * LOG2_E), core_.query + i * core_.padded);
+            const Index token = core_.plan.query_token[i];
+            T* row = core_.query + i * core_.padded;
+            load_row<S>(q + token * p.q_strides.token, p.dim, core_.padded, row,
+                        [=](Vector<T> value) VL_LAMBDA { return value * factor; });
+            const T own = own_bias + dot_row<S>(keys.row(p.global_tokens + token), p.dim, row);
+            core_.reference[i] = own == -T(INFINITY) ? T(0) : own;
         }
     }
 
@@ -57,6 +66,15 @@ class Forward {
         }
     }
 
+    // While a block is worked on: the keys and values of the next one.
+    void prefetch(const Block& block, const PanelSource<S>& keys, const PanelSource<S>& values) {
+        const Index panels = block.panel_end - block.panel_begin;
+        const Index ahead = minimum(core_.plan.panels - block.panel_end, panels);
+        const Index* tokens = core_.plan.key_token + block.panel_end * PANEL<T>;
+        core_.prefetch.start(tokens, ahead * PANEL<T>, keys.base, keys.token_stride, values.base, values.token_stride,
+                             keys.size, panels * core_.plan.tiles);
+    }
+
     void write_results(Index batch, Index head) {
         const Problem& p = *problem_;
         S* out = static_cast<S*>(p.out) + (batch * p.tokens() * p.heads + head) * p.dim;
@@ -65,7 +83,7 @@ class Forward {
             const Index token = core_.plan.query_token[i];
             const T total = sum_of_lanes<T>(load<T>(core_.total + i * LANES<T>));
             store_row<S>(core_.result + i * core_.padded, p.dim, T(1) / total, out + token * p.heads * p.dim);
-            lse[token] = core_.peak[i] * T(LN_2) + T(std::log(total));
+            lse[token] = core_.reference[i] * T(LN_2) + T(std::log(total));
         }
     }
 };

@@ -2,23 +2,26 @@
 #pragma once
 
 #include "block.h"
+#include "prefetch.h"
 
 namespace vision_longformer {
 namespace VL_LEVEL {
 
 template <class T>
 struct ForwardCore {
-    static constexpr Index BLOCK_PANELS = 384 / (2 * VECTOR_BYTES);
-    static constexpr T LOWEST = T(-1e30);  // below any score, yet finite: differences to -infinity stay defined
-    static constexpr T SLACK = 8;          // weights may reach 2**8 before the running maximum is raised
+    static constexpr Index BLOCK_PANELS = 896 / (2 * VECTOR_BYTES);
+    // Weights are powers of two relative to a reference per query, which is first the score of the query's own key, so
+    // that their sum is at least 1. It is raised only for scores that exceed it by more than this.
+    static constexpr T SLACK = 60;
 
     Index dim, padded;
     ChunkPlan<T> plan;
     Bias<T> bias;
     T *query, *result;           // rows of `padded` elements per query
-    T *peak, *total;             // running maximum per query; sum of its weights, lane by lane
+    T *reference, *total;        // per query: what weights are relative to; sum of its weights, lane by lane
     T *key_panels, *value_rows;  // of the block
-    PanelMatrix<T> scores, block_bias;
+    PanelMatrix<T> weights, block_bias;
+    Prefetch prefetch;
 
     void allocate(const Problem& problem, Arena& arena) {
         dim = problem.dim;
@@ -28,17 +31,16 @@ struct ForwardCore {
         const Index queries = plan.largest_queries(), block = BLOCK_PANELS * PANEL<T>;
         query = arena.take<T>(queries * padded);
         result = arena.take<T>(queries * padded);
-        peak = arena.take<T>(queries);
+        reference = arena.take<T>(queries);
         total = arena.take<T>(queries * LANES<T>);
         key_panels = arena.take<T>(block * padded);
         value_rows = arena.take<T>(block * padded);
-        scores = {arena.take<T>(GROUP_ROWS * block), GROUP_ROWS * PANEL<T>};
+        weights = {arena.take<T>(GROUP_ROWS * block), GROUP_ROWS * PANEL<T>};
         block_bias = {arena.take<T>(bias.cached ? 0 : GROUP_ROWS * block), GROUP_ROWS * PANEL<T>};
     }
 
-    // Before the first block of a chunk.
+    // Before the first block of a chunk; references are set by the caller.
     void clear() {
-        for (Index i = 0; i < plan.queries; i++) peak[i] = LOWEST;
         std::memset(result, 0, sizeof(T) * plan.queries * padded);
         std::memset(total, 0, sizeof(T) * plan.queries * LANES<T>);
     }
@@ -49,16 +51,14 @@ struct ForwardCore {
         for (Index tile = block.tile_begin; tile < block.tile_end; tile++) {
             const Index begin = block.seen_begin(plan, tile), end = block.seen_end(plan, tile);
             if (begin >= end) continue;
-            const Index start = plan.tile_start[tile], count = plan.tile_start[tile + 1] - start;
-            T* weights = scores.at(begin, start - first);
-            for (Index row = 0; row < count; row++) weigh(start + row, weights + row * PANEL<T>, end - begin);
-            sum_over_keys<T>(weights, scores.panel_stride, value_rows, begin, end, count, result + start * padded,
-                             padded);
+            const Index start = plan.tile_start[tile];
+            sum_over_keys<T>(weights.at(begin, start - first), weights.panel_stride, value_rows, begin, end,
+                             plan.tile_start[tile + 1] - start, result + start * padded, padded);
         }
     }
 
    private:
-    // Scores of the group's queries with the block's keys: bias plus product.
+    // Weights of the group's queries with the block's keys: powers of two of bias plus product.
     void score(const Block& block) {
         const Index first = plan.tile_start[block.tile_begin];
         const PanelMatrix<T> added = bias.of_block(plan, block.panel_begin, block.panel_end, first,
@@ -66,44 +66,56 @@ struct ForwardCore {
         for (Index panel = block.panel_begin; panel < block.panel_end; panel++)
             for (Index tile = block.tile_begin; tile < block.tile_end; tile++) {
                 if (!block.sees(plan, tile, panel)) continue;
+                prefetch.step();
                 const Index start = plan.tile_start[tile], place = panel - block.panel_begin;
-                const T* keys = key_panels + place * PANEL<T> * padded;
                 with_constant<MICRO_ROWS>(plan.tile_start[tile + 1] - start, [&](auto rows) VL_LAMBDA {
-                    Tile<T, rows.value, 2> sums;
-                    sums.read(added.at(place, start - first), PANEL<T>);
-                    sums.multiply(query + start * padded, padded, 1, keys, PANEL<T>, dim);
-                    sums.write(scores.at(place, start - first), PANEL<T>);
+                    score_tile<rows.value>(start, place, start - first, added.at(place, start - first));
                 });
             }
     }
 
-    // One query: scores to powers of two relative to a running maximum.
-    VL_INLINE void weigh(Index index, T* row, Index panels) {
-        Vector<T> highest = load<T>(row);
-        for (Index panel = 0; panel < panels; panel++) {
-            const T* part = row + panel * scores.panel_stride;
-            highest = maximum(highest, maximum(load<T>(part), load<T>(part + LANES<T>)));
+    template <int ROWS>
+    VL_INLINE void score_tile(Index start, Index panel, Index row, const T* added) {
+        T *weight = weights.at(panel, row), *row_reference = reference + start, *row_total = total + start * LANES<T>;
+        Tile<T, ROWS, 2> sums;
+        sums.each([=](Vector<T>& sum, int i, int j) VL_LAMBDA {
+            sum = load<T>(added + i * PANEL<T> + j * LANES<T>) - row_reference[i];
+        });
+        sums.multiply(query + start * padded, padded, 1, key_panels + panel * PANEL<T> * padded, PANEL<T>, dim);
+        Vector<T> highest = sums.sum[0][0];
+        sums.each([&](Vector<T>& sum, int, int) VL_LAMBDA { highest = maximum(highest, sum); });
+        if (__builtin_expect(any_above<T>(highest, SLACK), false)) {
+            sums.write(weight, PANEL<T>);
+            for (int i = 0; i < ROWS; i++) raise_reference(start + i, panel, row + i);
+            sums.read(weight, PANEL<T>);
         }
-        if (any_above<T>(highest, peak[index] + SLACK)) raise_peak(index, largest_lane<T>(highest));
-        const Vector<T> reference = broadcast<T>(peak[index]);
-        Vector<T> sum = load<T>(total + index * LANES<T>);
-        for (Index panel = 0; panel < panels; panel++) {
-            T* part = row + panel * scores.panel_stride;
-            const Vector<T> left = power_of_two<T>(load<T>(part) - reference);
-            const Vector<T> right = power_of_two<T>(load<T>(part + LANES<T>) - reference);
-            store<T>(part, left);
-            store<T>(part + LANES<T>, right);
-            sum += left + right;
+        sums.each([=](Vector<T>& sum, int i, int j) VL_LAMBDA {
+            sum = power_of_two<T>(sum);
+            store<T>(weight + i * PANEL<T> + j * LANES<T>, sum);
+        });
+#pragma GCC unroll 16
+        for (int i = 0; i < ROWS; i++) {
+            T* place = row_total + i * LANES<T>;
+            store<T>(place, load<T>(place) + (sums.sum[i][0] + sums.sum[i][1]));
         }
-        store<T>(total + index * LANES<T>, sum);
     }
 
-    void raise_peak(Index index, T higher) {
-        const Vector<T> factor = power_of_two<T>(broadcast<T>(peak[index] - higher));
-        peak[index] = higher;
-        T *sum = total + index * LANES<T>, *row = result + index * padded;
-        store<T>(sum, load<T>(sum) * factor);
-        for (Index i = 0; i < padded; i += LANES<T>) store<T>(row + i, load<T>(row + i) * factor);
+    // Makes the largest score of a query in a panel its reference, if it is much too large: scales what has been summed
+    // up, and the weights of the block's earlier panels.
+    __attribute__((noinline)) void raise_reference(Index index, Index panel, Index row) {
+        T* scores = weights.at(panel, row);
+        const Vector<T> highest = maximum(load<T>(scores), load<T>(scores + LANES<T>));
+        if (!any_above<T>(highest, SLACK)) return;
+        const T rise = largest_lane<T>(highest);
+        const Vector<T> factor = power_of_two<T>(broadcast<T>(-rise));
+        const auto scale = [&](T* values, Index count) {
+            for (Index i = 0; i < count; i += LANES<T>) store<T>(values + i, load<T>(values + i) * factor);
+        };
+        reference[index] += rise;
+        scale(total + index * LANES<T>, LANES<T>);
+        scale(result + index * padded, padded);
+        for (Index earlier = 0; earlier < panel; earlier++) scale(weights.at(earlier, row), PANEL<T>);
+        for (int i = 0; i < PANEL<T>; i += LANES<T>) store<T>(scores + i, load<T>(scores + i) - rise);
     }
 };
 

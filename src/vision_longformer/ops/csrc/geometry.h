@@ -60,25 +60,23 @@ struct AxisTiles {
     Index regular() const { return count - (colours - period); }
 };
 
-// How the whole map of chunks is cut: the same for forward and backward and for any number of threads, because sums over
-// a tile are made before sums over tiles.
+// How the whole map of chunks is cut: the same for any number of threads, because sums over a tile are made before sums
+// over tiles.
 struct MapTiles {
     AxisTiles rows, columns;
 
     static constexpr Index SMALLEST = 4, LARGEST = 32, WANTED = 128;
 
-    // Tiles of about 4 to 32 chunks, wider than high; smaller where there would be too few of them to share out.
+    // Tiles of 4 to 32 chunks, small where there would be too few of them to share out; two rows high, which is enough
+    // for two colours, and wide, because neighbours along a row share keys that are still in a cache.
     static MapTiles of(const Problem& problem) {
         const Index rows = ceiling(problem.height, problem.window), columns = ceiling(problem.width, problem.window);
         const Index work = problem.batch * problem.heads * rows * columns;
         const Index area = minimum(LARGEST, maximum(SMALLEST, work / WANTED));
-        Index high = 2;
-        while (2 * high * high <= area && high < 4) high++;
         const bool cyclic = problem.rule == RULE_CYCLIC || problem.rule == RULE_CYCLIC_RELEASE;
-        return {AxisTiles(rows, high, cyclic), AxisTiles(columns, maximum(2, area / high), cyclic)};
+        return {AxisTiles(rows, 2, cyclic), AxisTiles(columns, area / 2, cyclic)};
     }
     Index count() const { return rows.count * columns.count; }
-    Index colours() const { return rows.colours * columns.colours; }
 };
 
 }  // namespace VL_LEVEL

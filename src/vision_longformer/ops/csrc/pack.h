@@ -10,26 +10,22 @@ namespace VL_LEVEL {
 // target[column * PANEL + row] = rows[row][column] for a square of LANES x LANES elements from `column` on.
 #if defined(__AVX2__)
 VL_INLINE void transpose_8x8(const float* const* rows, Index column, float* target) {
-    __m256 in[8], pairs[8], quads[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) in[i] = _mm256_loadu_ps(rows[i] + column);
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        pairs[i] = _mm256_unpacklo_ps(in[i], in[i + 1]);
-        pairs[i + 1] = _mm256_unpackhi_ps(in[i], in[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        quads[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
-        quads[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
-        quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
-        quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
-    }
     target += column * PANEL<float>;
+#pragma GCC unroll 2
+    for (int half = 0; half < 8; half += 4, column += 4, target += 4 * PANEL<float>) {
+        __m256 in[4], pairs[4];  // rows i and i + 4 side by side
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(target + i * PANEL<float>, _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20));
-        _mm256_storeu_ps(target + (i + 4) * PANEL<float>, _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31));
+        for (int i = 0; i < 4; i++)
+            in[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[i] + column)),
+                                         _mm_loadu_ps(rows[i + 4] + column), 1);
+        pairs[0] = _mm256_unpacklo_ps(in[0], in[1]);
+        pairs[1] = _mm256_unpackhi_ps(in[0], in[1]);
+        pairs[2] = _mm256_unpacklo_ps(in[2], in[3]);
+        pairs[3] = _mm256_unpackhi_ps(in[2], in[3]);
+        _mm256_storeu_ps(target, _mm256_shuffle_ps(pairs[0], pairs[2], 0x44));
+        _mm256_storeu_ps(target + PANEL<float>, _mm256_shuffle_ps(pairs[0], pairs[2], 0xee));
+        _mm256_storeu_ps(target + 2 * PANEL<float>, _mm256_shuffle_ps(pairs[1], pairs[3], 0x44));
+        _mm256_storeu_ps(target + 3 * PANEL<float>, _mm256_shuffle_ps(pairs[1], pairs[3], 0xee));
     }
 }
 
@@ -85,18 +81,22 @@ template <class S>
 VL_INLINE void pack_rows(const PanelSource<S>& source, const Index* tokens, Arithmetic<S>* rows) {
     using T = Arithmetic<S>;
     for (int key = 0; key < PANEL<T>; key++)
-        load_row<S>(source.row(tokens[key]), source.size, source.padded, T(1), rows + key * source.padded);
+        load_row<S>(source.row(tokens[key]), source.size, source.padded, rows + key * source.padded);
 }
 
-// A panel from rows of `padded` elements: panel[d * PANEL + key] = rows[key][d].
+// panel[d * PANEL + key] = rows[key][d], for `size` elements in whole vectors.
+template <class T>
+VL_INLINE void transpose_panel(const T* const* rows, Index size, T* panel) {
+    for (int half = 0; half < PANEL<T>; half += LANES<T>)
+        for (Index column = 0; column < size; column += LANES<T>) transpose_square(rows + half, column, panel + half);
+}
+
+// A panel from rows of `padded` elements.
 template <class T>
 VL_INLINE void pack_panel(const T* rows, Index padded, T* panel) {
     const T* pointers[PANEL<T>];
     for (int key = 0; key < PANEL<T>; key++) pointers[key] = rows + key * padded;
-    for (Index column = 0; column < padded; column += LANES<T>) {
-        transpose_square(pointers, column, panel);
-        transpose_square(pointers + LANES<T>, column, panel + LANES<T>);
-    }
+    transpose_panel<T>(pointers, padded, panel);
 }
 
 // A panel straight from the tensor where its rows need neither conversion nor padding, else by way of `rows`.
@@ -108,11 +108,7 @@ VL_INLINE void pack_panel_directly(const PanelSource<S>& source, const Index* to
         if (source.size == source.padded) {
             const T* pointers[PANEL<T>];
             for (int key = 0; key < PANEL<T>; key++) pointers[key] = source.row(tokens[key]);
-            for (Index column = 0; column < source.size; column += LANES<T>) {
-                transpose_square(pointers, column, panel);
-                transpose_square(pointers + LANES<T>, column, panel + LANES<T>);
-            }
-            return;
+            return transpose_panel<T>(pointers, source.size, panel);
         }
     }
     pack_rows<S>(source, tokens, rows);

@@ -23,7 +23,8 @@ class Team {
     void run(Index threads, Body& body) {
         threaded_ = threads > 1 && thread_runtime.parallel && thread_runtime.barrier;
         if (threaded_)
-            thread_runtime.parallel([](void* context) { (*static_cast<Body*>(context))(); }, &body, unsigned(threads), 0);
+            thread_runtime.parallel([](void* context) { (*static_cast<Body*>(context))(); }, &body, unsigned(threads),
+                                    0);
         else
             body();
     }

@@ -1,7 +1,7 @@
 // Vectors of the widest registers that the compiler flags of this translation unit allow.
 //
-// GCC's vector extensions (also Clang's) carry the arithmetic; intrinsics appear only where the extensions generate poor
-// code: maxima and transposes.
+// GCC's vector extensions (also Clang's) carry the arithmetic; intrinsics appear only where the extensions generate
+// poor code: maxima and transposes.
 #pragma once
 
 #include <cstdint>
@@ -38,14 +38,14 @@ struct VectorTypes;
 template <>
 struct VectorTypes<float> {
     typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
-    typedef float Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+    typedef float Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
     typedef uint32_t Lane;
     typedef Lane Integers __attribute__((vector_size(VECTOR_BYTES)));
 };
 template <>
 struct VectorTypes<double> {
     typedef double Vector __attribute__((vector_size(VECTOR_BYTES)));
-    typedef double Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
+    typedef double Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(8)));
     typedef uint64_t Lane;
     typedef Lane Integers __attribute__((vector_size(VECTOR_BYTES)));
 };
@@ -68,7 +68,7 @@ VL_INLINE void store(T* target, Vector<T> value) {
 
 template <class T>
 VL_INLINE Vector<T> broadcast(T value) {
-    return value - Vector<T>{};  // minus, because plus would turn a negative zero into a positive one, by an instruction
+    return value - Vector<T>{};  // not plus: that is an instruction, because it changes the sign of negative zeros
 }
 
 // Keeps a loaded vector in a register. GCC would otherwise fold the load into each multiply-add that uses it.
@@ -136,15 +136,15 @@ template <class T>
 struct Exponential;
 template <>
 struct Exponential<float> {
-    static constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2**23: adding it rounds to a whole number in the low bits
     static constexpr int SHIFT = 23, BIAS = 127;
+    static constexpr float ROUNDER = 12582912.0f + BIAS;  // 1.5 * 2**23
     static constexpr float COEFFICIENTS[] = {1.3390863364671234e-3f, 9.6760319183220541e-3f, 5.5503571142190778e-2f,
                                              2.4022107485308338e-1f, 6.9314718802622878e-1f, 1.0000000754548972f};
 };
 template <>
 struct Exponential<double> {
-    static constexpr double ROUNDER = 6755399441055744.0;  // 1.5 * 2**52
     static constexpr int SHIFT = 52, BIAS = 1023;
+    static constexpr double ROUNDER = 6755399441055744.0 + BIAS;  // 1.5 * 2**52
     static constexpr double COEFFICIENTS[] = {
         4.455817908336064493e-10, 7.0741942972885210056e-9, 1.0178057087733941105e-7, 1.3215432535912376166e-6,
         1.5252733841556772589e-5, 1.5403530463724354209e-4, 1.3333558146406470697e-3, 9.6181291075872566681e-3,
@@ -156,16 +156,16 @@ template <class T>
 VL_INLINE Vector<T> power_of_two(Vector<T> x) {
     using E = Exponential<T>;
     using Integers = typename VectorTypes<T>::Integers;
-    using Lane = typename VectorTypes<T>::Lane;
     x = maximum(broadcast<T>(-E::BIAS), x);
+    // Adding ROUNDER rounds x to a whole number n and leaves n + BIAS, the exponent of 2**n, in the lowest bits.
+    // Shifted into place they are 2**n, or 0 for the lowest n.
     const Vector<T> shifted = x + E::ROUNDER;
     const Vector<T> rest = x - (shifted - E::ROUNDER);
     constexpr int terms = sizeof(E::COEFFICIENTS) / sizeof(T);
     Vector<T> result = broadcast<T>(E::COEFFICIENTS[0]);
 #pragma GCC unroll 16
     for (int i = 1; i < terms; i++) result = result * rest + E::COEFFICIENTS[i];
-    // The exponent field of 2**n; the field is 0, and so is the product, for the lowest n.
-    return result * (Vector<T>)(((Integers)shifted << E::SHIFT) + (Lane(E::BIAS) << E::SHIFT));
+    return result * (Vector<T>)((Integers)shifted << E::SHIFT);
 }
 
 }  // namespace VL_LEVEL

@@ -76,14 +76,25 @@ VL_INLINE Vector<Arithmetic<S>> load_as_arithmetic(const S* source) {
     }
 }
 
-// target[0 .. padded) = factor * source[0 .. size), then zeros. `padded` is a multiple of the vector length.
-template <class S>
-VL_INLINE void load_row(const S* source, Index size, Index padded, Arithmetic<S> factor, Arithmetic<S>* target) {
+// target[0 .. padded) = change(source[0 .. size)), then zeros. `padded` is a multiple of the vector length.
+template <class S, class Change>
+VL_INLINE void load_row(const S* source, Index size, Index padded, Arithmetic<S>* target, Change change) {
     using T = Arithmetic<S>;
+    constexpr int step = LANES<T>;
     Index i = 0;
-    for (; i + LANES<T> <= size; i += LANES<T>) store<T>(target + i, load_as_arithmetic<S>(source + i) * factor);
-    for (; i < size; i++) target[i] = decode(source[i]) * factor;
-    for (; i < padded; i++) target[i] = 0;
+    for (; i + 4 * step <= size; i += 4 * step)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
+            store<T>(target + i + j * step, change(load_as_arithmetic<S>(source + i + j * step)));
+    for (; i + step <= size; i += step) store<T>(target + i, change(load_as_arithmetic<S>(source + i)));
+    if (i == padded) return;
+    store<T>(target + i, Vector<T>{});
+    for (; i < size; i++) target[i] = change(broadcast<T>(decode(source[i])))[0];
+}
+
+template <class S>
+VL_INLINE void load_row(const S* source, Index size, Index padded, Arithmetic<S>* target) {
+    load_row<S>(source, size, padded, target, [](Vector<Arithmetic<S>> value) VL_LAMBDA { return value; });
 }
 
 // target[0 .. size) = factor * source[0 .. size).
@@ -96,11 +107,24 @@ VL_INLINE void store_row(const Arithmetic<S>* source, Index size, Arithmetic<S> 
     for (; i < size; i++) encode(source[i] * factor, target[i]);
 }
 
+// The sum of left[i] * right[i]; `right` is padded with zeros to whole vectors.
+template <class S>
+VL_INLINE Arithmetic<S> dot_row(const S* left, Index size, const Arithmetic<S>* right) {
+    using T = Arithmetic<S>;
+    Vector<T> products{};
+    Index i = 0;
+    for (; i + LANES<T> <= size; i += LANES<T>) products += load_as_arithmetic<S>(left + i) * load<T>(right + i);
+    T sum = sum_of_lanes<T>(products);
+    for (; i < size; i++) sum += decode(left[i]) * right[i];
+    return sum;
+}
+
 // target[0 .. size) += factor * source[0 .. size).
 template <class T>
 VL_INLINE void add_row(const T* source, Index size, T factor, T* target) {
     Index i = 0;
-    for (; i + LANES<T> <= size; i += LANES<T>) store<T>(target + i, load<T>(target + i) + load<T>(source + i) * factor);
+    for (; i + LANES<T> <= size; i += LANES<T>)
+        store<T>(target + i, load<T>(target + i) + load<T>(source + i) * factor);
     for (; i < size; i++) target[i] += source[i] * factor;
 }
 
