@@ -5,6 +5,7 @@ once per level of instructions that the compiler knows; the choice among them is
 """
 
 import platform
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -13,34 +14,42 @@ from setuptools.command.build_ext import build_ext
 FOLDER = Path("src/vision_longformer/ops/csrc")
 FLAGS = ["-std=gnu++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
-LEVELS = {"portable": []}
+LEVELS: dict[str, list[str]] = {"portable": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     LEVELS["avx2"] = ["-mavx2", "-mfma"]
     LEVELS["avx512"] = ["-mavx512f", "-mavx512vl", "-mavx512dq", *LEVELS["avx2"]]
 
 
 class BuildKernel(build_ext):
-    """Compiles ``kernel.cpp`` per level, then ``dispatch.cpp`` with the levels that worked, and links them."""
+    """Compiles ``kernel.cpp`` per level, at the same time, then ``dispatch.cpp`` for the levels that worked."""
 
     def build_extension(self, ext: Extension) -> None:
-        objects, macros = self._compile("kernel.cpp", "portable", LEVELS["portable"], [("VL_LEVEL", "portable")]), []
-        for level, flags in LEVELS.items():
-            if level == "portable":
-                continue
-            try:
-                objects += self._compile("kernel.cpp", level, flags, [("VL_LEVEL", level)])
+        with ThreadPoolExecutor() as threads:
+            jobs = {
+                level: threads.submit(self._compile, "kernel.cpp", level, flags, [("VL_LEVEL", level)])
+                for level, flags in LEVELS.items()
+            }
+        objects = jobs.pop("portable").result()
+        macros: list[tuple[str, str | None]] = [("VL_LEVEL", "dispatch")]
+        for level, job in jobs.items():
+            if self._succeeded(level, job):
+                objects += job.result()
                 macros.append((f"VL_HAS_{level.upper()}", None))
-            except Exception as error:
-                self.warn(f"the compiler does not know {level}, going on without: {error}")
-        objects += self._compile("dispatch.cpp", "dispatch", [], [*macros, ("VL_LEVEL", "dispatch")])
+        objects += self._compile("dispatch.cpp", "dispatch", [], macros)
         target = self.get_ext_fullpath(ext.name)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(objects, target, target_lang="c++")
 
-    def _compile(self, source: str, name: str, flags: list, macros: list) -> list:
-        """Objects go to a folder of their own, because one source makes several."""
-        folder = Path(self.build_temp) / name
-        return self.compiler.compile([str(FOLDER / source)], str(folder), macros, extra_postargs=[*FLAGS, *flags])
+    def _compile(self, source: str, name: str, flags: list[str], macros: list[tuple[str, str | None]]) -> list[str]:
+        """The object files; in a folder of their own, because one source makes several."""
+        folder = str(Path(self.build_temp) / name)
+        return self.compiler.compile([str(FOLDER / source)], folder, macros, extra_postargs=[*FLAGS, *flags])
+
+    def _succeeded(self, level: str, job: "Future[list[str]]") -> bool:
+        error = job.exception()
+        if error is not None:
+            self.warn(f"going on without the level {level}, which the compiler does not know: {error}")
+        return error is None
 
 
 sources = [str(FOLDER / name) for name in ("kernel.cpp", "dispatch.cpp")]

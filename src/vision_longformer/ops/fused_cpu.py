@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ..geometry import BLOCKS, RULES, SELF_BLOCK
-from .fused_cpu_library import DATA_TYPES, Library, Problem, load
+from .fused_cpu_library import DATA_TYPES, GRADIENTS, Library, Problem, load
 from .spec import LocalSpec, refuse_dilation
 
 KINDS = ("all", "self", "one")
 UNAVAILABLE = problem if isinstance(problem := load(), str) else None
 """Why the library cannot be used, a constant to compiled graphs."""
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def refusal(spec: LocalSpec, q: Tensor) -> str | None:
@@ -48,7 +50,7 @@ def fused_local_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, global_bias: Tensor | None, neighbour: Tensor | None,
     height: int, width: int, window: int, rule: str, neighbours: str, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Local attention (B, N, heads, dim) and the log-sum-exp of its scores (B, heads, N)."""
+    """Local attention (B, N, heads, dim), and the log-sum-exp of its scores (B, heads, N)."""
     spec = (height, width, window, rule, neighbours, scale)
     problem, kept = _problem(q, k, v, bias, global_bias, neighbour, *spec)
     out, lse = _empty_results(q)
@@ -73,21 +75,21 @@ def fused_local_attention_backward(
     """Gradients of q, k, v, bias and global_bias; the latter two are empty where not needed."""
     spec = (height, width, window, rule, neighbours, scale)
     problem, kept = _problem(q, k, v, bias, global_bias, neighbour, *spec)
-    grads = _empty_gradients(q, k, bias, global_bias, needs_bias, needs_global_bias, _arithmetic(q))
-    grad_q, grad_k, grad_v, grad_bias, grad_global_bias = grads
     grad_out, out, lse = _rows(grad_out), out.contiguous(), lse.contiguous()
-    problem.set_tensors(grad_out=grad_out, out=out, lse=lse, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v)
-    if needs_bias:
-        problem.set_tensors(grad_bias=grad_bias)
-    if needs_global_bias:
-        problem.set_tensors(grad_global_bias=grad_global_bias)
+    problem.set_tensors(grad_out=grad_out, out=out, lse=lse)
+    needs = (needs_bias, needs_global_bias)
+    grads = _empty_gradients(q, k, v, bias, global_bias, needs, summed=_arithmetic(q))
+    wanted = [grad if needed else None for grad, needed in zip(grads, (True, True, True, *needs), strict=True)]
+    problem.set_tensors(**dict(zip(GRADIENTS, wanted, strict=True)))
     if q.numel():
         _library().run(problem, backward=True)
     else:
         for grad in grads:
             grad.zero_()
     del kept
-    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), _like(grad_bias, bias), _like(grad_global_bias, global_bias)
+    types = (q, k, v, q if bias is None else bias, q if global_bias is None else global_bias)
+    grad_q, grad_k, grad_v, grad_bias, grad_global_bias = (g.to(x.dtype) for g, x in zip(grads, types, strict=True))
+    return grad_q, grad_k, grad_v, grad_bias, grad_global_bias
 
 
 @fused_local_attention_backward.register_fake
@@ -95,8 +97,8 @@ def _(
     grad_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
     global_bias: Tensor | None, neighbour: Tensor | None, height: int, width: int, window: int, rule: str,
     neighbours: str, scale: float, needs_bias: bool, needs_global_bias: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return _empty_gradients(q, k, bias, global_bias, needs_bias, needs_global_bias, q.dtype)
+) -> Gradients:  # fmt: skip
+    return _empty_gradients(q, k, v, bias, global_bias, (needs_bias, needs_global_bias))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -108,12 +110,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
     out, lse, *tensors = ctx.saved_tensors
-    needs_bias, needs_global_bias = ctx.needs_input_grad[3:5]
-    grads = list(fused_local_attention_backward(grad_out, out, lse, *tensors, *ctx.spec, needs_bias, needs_global_bias))
-    for index, needed in enumerate(ctx.needs_input_grad[:5]):
-        if not needed:
-            grads[index] = None
-    return (*grads, None, *(None for _ in ctx.spec))
+    needed = ctx.needs_input_grad[:5]
+    grads = fused_local_attention_backward(grad_out, out, lse, *tensors, *ctx.spec, *needed[3:])
+    wanted = [grad if need else None for grad, need in zip(grads, needed, strict=True)]
+    return (*wanted, None, *(None for _ in ctx.spec))
 
 
 fused_local_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -141,20 +141,16 @@ def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _empty_gradients(
-    q: Tensor, k: Tensor, bias: Tensor | None, global_bias: Tensor | None, needs_bias: bool, needs_global_bias: bool,
-    summed: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Memory for gradients; those that are summed up in place have the data type ``summed``."""
-    small = [
-        q.new_empty(tensor.shape if needed and tensor is not None else (0,), dtype=summed)
-        for tensor, needed in ((bias, needs_bias), (global_bias, needs_global_bias))
-    ]
-    grad_k, grad_v = (k.new_empty(k.shape, dtype=summed) for _ in range(2))
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, global_bias: Tensor | None, needs: tuple[bool, bool],
+    summed: torch.dtype | None = None,
+) -> Gradients:  # fmt: skip
+    """Memory for gradients. All but that of q are summed up in place, in the data type ``summed`` if it is given."""
+    small = []
+    for tensor, needed in zip((bias, global_bias), needs, strict=True):
+        like = q if tensor is None else tensor
+        small.append(like.new_empty(like.shape if needed else (0,), dtype=summed))
+    grad_k, grad_v = (x.new_empty(x.shape, dtype=summed) for x in (k, v))
     return q.new_empty(q.shape), grad_k, grad_v, small[0], small[1]
-
-
-def _like(grad: Tensor, tensor: Tensor | None) -> Tensor:
-    return grad if tensor is None else grad.to(tensor.dtype)
 
 
 def _problem(
@@ -162,17 +158,16 @@ def _problem(
     height: int, width: int, window: int, rule: str, neighbours: str, scale: float,
 ) -> tuple[Problem, list[Tensor | None]]:  # fmt: skip
     """The call as a structure, checked, and the tensors that must live as long as its pointers are used."""
-    batch, tokens, heads, dim = q.shape
-    global_tokens = k.shape[1] - tokens
     _check(q, k, v, bias, global_bias, height, width, window)
+    batch, tokens, heads, dim = q.shape
     row, column = 0, 0
     if neighbours == "one":
-        if neighbour is None or not 1 <= int(neighbour) <= 8:
-            raise ValueError(f"neighbour is {neighbour}; it must be 1..8")
-        number = int(neighbour)
+        number = 0 if neighbour is None else int(neighbour)
+        if not 1 <= number <= 8:
+            raise ValueError(f"neighbour is {number}; it must be 1..8")
         row, column = BLOCKS[number - (number <= SELF_BLOCK)]
     problem = Problem(
-        batch, heads, dim, height, width, window, global_tokens, RULES.index(rule), KINDS.index(neighbours), row,
+        batch, heads, dim, height, width, window, k.shape[1] - tokens, RULES.index(rule), KINDS.index(neighbours), row,
         column, DATA_TYPES[q.dtype], 1, scale,
     )  # fmt: skip
     q, k, v = _rows(q), _rows(k), _rows(v)
@@ -186,13 +181,14 @@ def _check(
     window: int,
 ) -> None:  # fmt: skip
     """Nothing that a pointer will be computed from is taken on trust."""
-    batch, tokens, heads, dim = q.shape
-    global_tokens, side = k.shape[1] - tokens, 4 * window - 1
-    fits = height >= 1 and width >= 1 and window >= 1 and tokens == height * width
-    fits = fits and k.shape == v.shape == (batch, global_tokens + tokens, heads, dim) and global_tokens >= 0
-    fits = fits and (bias is None or bias.shape == (heads, side, side))
-    fits = fits and (global_bias is None or global_bias.shape == (heads, global_tokens))
-    fits = fits and q.dtype == k.dtype == v.dtype and q.dtype in DATA_TYPES
-    if not fits:
-        shapes = [None if x is None else (tuple(x.shape), x.dtype) for x in (q, k, v, bias, global_bias)]
-        raise ValueError(f"q, k, v, bias and global_bias do not fit a {height}×{width} map, window {window}: {shapes}")
+    fits = q.dim() == 4 and k.dim() == 4 and height >= 1 and width >= 1 and window >= 1
+    if fits:
+        batch, tokens, heads, dim = q.shape
+        global_tokens, side = k.shape[1] - tokens, 4 * window - 1
+        fits = tokens == height * width and global_tokens >= 0
+        fits = fits and k.shape == v.shape == (batch, global_tokens + tokens, heads, dim)
+        fits = fits and (bias is None or bias.shape == (heads, side, side))
+        fits = fits and (global_bias is None or global_bias.shape == (heads, global_tokens))
+    if not fits or not q.dtype == k.dtype == v.dtype or q.dtype not in DATA_TYPES:
+        given = [None if x is None else (tuple(x.shape), x.dtype) for x in (q, k, v, bias, global_bias)]
+        raise ValueError(f"q, k, v, bias and global_bias do not fit a {height}×{width} map, window {window}: {given}")

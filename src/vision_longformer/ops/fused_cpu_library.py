@@ -28,7 +28,7 @@ _Strides = _Index * 3
 _SIZES = ("batch", "heads", "dim", "height", "width", "window", "global_tokens")
 _CHOICES = ("rule", "neighbours", "neighbour_row", "neighbour_column", "data_type", "threads")
 _INPUTS = ("q", "k", "v", "bias", "global_bias", "out", "lse", "grad_out")
-_GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_bias", "grad_global_bias")
+GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_bias", "grad_global_bias")
 
 
 class Problem(ctypes.Structure):
@@ -38,7 +38,7 @@ class Problem(ctypes.Structure):
         *((name, _Index) for name in _SIZES + _CHOICES),
         ("scale", ctypes.c_double),
         *((f"{name}_strides", _Strides) for name in ("q", "k", "v", "grad_out")),
-        *((name, ctypes.c_void_p) for name in _INPUTS + _GRADIENTS),
+        *((name, ctypes.c_void_p) for name in _INPUTS + GRADIENTS),
     ]
 
     def set_tensors(self, **tensors: Tensor | None) -> None:

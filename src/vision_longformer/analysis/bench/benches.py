@@ -9,12 +9,12 @@ from .plans import Bench, Choices
 from .tasks import Group
 
 BENCHES = {
-    "attention": Bench(plan_attention, ("implementations", "sizes", "baseline", "batch"), 32, 900),
+    "attention": Bench(plan_attention, ("implementations", "sizes", "baseline", "batch"), 44, 900),
     "rules": Bench(plan_rules, ("implementations", "sizes", "batch"), 5, 300),
     "windows": Bench(plan_windows, ("implementations", "sizes", "windows", "batch"), 5, 300),
     "shift": Bench(plan_shift, ("implementations", "sizes", "models", "batch"), 10, 300),
     "models": Bench(plan_models, ("implementations", "sizes", "models", "baseline", "batch", "shift"), 18, 1800),
-    "scaling": Bench(plan_scaling, ("implementations", "sizes", "batch"), 8, 600),
+    "scaling": Bench(plan_scaling, ("implementations", "sizes", "batch"), 7, 600),
 }
 ALL = "all"
 

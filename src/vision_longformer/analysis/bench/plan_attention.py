@@ -29,7 +29,7 @@ def squares(*sides: int) -> tuple[Size, ...]:
 
 def plan_attention(choices: Choices) -> list[Group]:
     """The paper's first efficiency figure, exact windows of 17; and the shapes of our models."""
-    quick_sizes, sizes = squares(28, 56), squares(14, 28, 42, 56, 84, 112, 168)
+    quick_sizes, sizes = squares(14, 28, 56), squares(14, 28, 42, 56, 84, 112, 168)
     sizes = choices.sizes or (quick_sizes if choices.quick else sizes)
     paper = [_resized(size, choices, AttentionWork("", 0, 0, window=PAPER_WINDOW, rule="exact")) for size in sizes]
     shapes = _model_shapes(choices, SHAPES[:1] if choices.quick else SHAPES)
@@ -88,7 +88,7 @@ def plan_windows(choices: Choices) -> list[Group]:
 
 
 def _figure_methods(choices: Choices) -> tuple[str, ...]:
-    """A figure each; quickly, of the fastest only."""
+    """What models use and the baseline; quickly, the former only."""
     fast = fast_methods(choices.device)
     return choices.methods(fast[:1] if choices.quick else fast)
 
@@ -106,7 +106,7 @@ def plan_scaling(choices: Choices) -> list[Group]:
     sizes = choices.sizes or (squares(28, 56, 112) if choices.quick else squares(28, 56, 112, 200, 400))
     point = point_text(_resized((56, 56) if (56, 56) in sizes else sizes[0], choices, AttentionWork("", 0, 0)))
     tasks = []
-    for mode, method, size in product((FORWARD, BOTH), choices.methods(fast_methods(choices.device)), sizes):
+    for mode, method, size in product((FORWARD, BOTH), _figure_methods(choices), sizes):
         work = _resized(size, choices, AttentionWork(method, 0, 0))
         tasks.append(replace(_task(work, method, mode, method), together="all sizes", baseline=(point, method)))
     about = f"cost per token over the size of the map; ratios against {point}"
@@ -118,7 +118,7 @@ def plan_shift_attention(choices: Choices) -> Group:
     shapes = _model_shapes(choices, SHAPES[:1] if choices.quick else SHAPES[:2])
     texts = {"all": "all neighbours", "random": "random shift", "self": "own chunk only"}
     tasks = []
-    for mode, shape, method in product((FORWARD, BOTH), shapes, choices.methods(fast_methods(choices.device))):
+    for mode, shape, method in product((FORWARD, BOTH), shapes, _figure_methods(choices)):
         for neighbours, text in texts.items():
             work = replace(shape, method=method, neighbours=neighbours)
             tasks.append(_task(work, f"{method}, {text}", mode, f"{method}, {texts['all']}"))

@@ -35,7 +35,7 @@ class Turn:
         tasks = [row.task for row in self.rows]
         areas = [task.work.batch * task.work.height * task.work.width for task in tasks]
         factors = [2 if task.mode in (BOTH, TRAINING) else 1 for task in tasks]
-        return sum(factor * math.sqrt(area) for factor, area in zip(factors, areas, strict=True))
+        return sum(factor * (1 + math.sqrt(area) / 56) for factor, area in zip(factors, areas, strict=True))
 
     @property
     def text(self) -> str:
@@ -48,7 +48,7 @@ class Session:
 
     def __init__(self, workers: Workers, choices: Choices, threads: int | None, budget: float, tell: Tell) -> None:
         self.workers, self.budget, self.done, self._tell = workers, budget, 0.0, tell
-        self.rounds, longest = ((2, 15), 1.0) if choices.quick else ((5, 50), 30.0)
+        self.rounds, longest = ((2, 15), 0.4) if choices.quick else ((5, 50), 30.0)
         self.common = {"device": str(choices.device), "threads": threads}
         tell("starting", 0, budget)
         memory = default_memory_limit(choices.device)
@@ -73,7 +73,7 @@ class Session:
         """Measure rows in turns, with each allocator, then their memory; this adds ``worth`` to the progress."""
         rows = self._can_run(turn.rows)
         rows.sort(key=lambda row: self.estimates.seconds(row.task))
-        part = 1 / (len(self.workers.allocators) + 1)
+        part, start = 1 / (len(self.workers.allocators) + 1), time.monotonic()
         effort = Effort(seconds * part, *self.rounds, 1.5 * seconds * part)
         for index, allocator in enumerate(self.workers.allocators):
 
@@ -81,10 +81,9 @@ class Session:
                 self._say(turn, worth * part * (before + done / of))
 
             self._time(rows, allocator, effort, tell)
-        end = time.monotonic() + effort.limit
         for index, row in enumerate(row for row in rows if row.time and _has_memory(row.task)):
             self._say(turn, worth * (1 - part + part * index / len(rows)))
-            self._memory(row, end)
+            self._memory(row, start + 1.3 * seconds)
 
     def _can_run(self, rows: list[Row]) -> list[Row]:
         """Those that are neither refused nor too much for the machine; the others get the reason."""

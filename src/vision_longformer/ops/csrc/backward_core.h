@@ -24,7 +24,7 @@ struct BackwardCore {
 
     void allocate(const Problem& problem, Arena& arena) {
         dim = problem.dim;
-        padded = round_up(dim, LANES<T>);
+        padded = round_up(dim, PANEL<T>);
         wants_bias = problem.grad_bias || problem.grad_global_bias;
         plan.allocate(problem, arena);
         bias.allocate(problem, plan, wants_bias, arena);
@@ -42,7 +42,7 @@ struct BackwardCore {
     void clear() { std::memset(grad_query, 0, sizeof(T) * plan.queries * padded); }
 
     // `fresh` if these are the first queries to add to the gradients of the block's keys.
-    void differentiate(const Block& block, bool fresh) {
+    VL_NOINLINE void differentiate(const Block& block, bool fresh) {
         recompute(block);
         const Index first = plan.tile_start[block.tile_begin];
         for (Index tile = block.tile_begin; tile < block.tile_end; tile++) {
@@ -82,7 +82,7 @@ struct BackwardCore {
         const Index place = panel * PANEL<T> * padded;
         T *weight = weights.at(panel, row), *grad = grad_scores.at(panel, row);
         const T *offset = added.at(panel, row), *row_lse = lse + start, *row_delta = delta + start;
-        Tile<T, ROWS, 2> sums;
+        Tile<T, ROWS> sums;
         sums.each([=](Vector<T>& sum, int i, int j) VL_LAMBDA {
             sum = load<T>(offset + i * PANEL<T> + j * LANES<T>) - row_lse[i];
         });
@@ -121,9 +121,9 @@ struct BackwardCore {
         constexpr Index tiles = micro_tiles(PANEL<T>);
         for (Index tile = 0; tile < tiles; tile++) {
             const Index key = micro_tile_start(PANEL<T>, tile), keys = micro_tile_start(PANEL<T>, tile + 1) - key;
-            each_column_tile<T>(padded, [&](auto width, Index column) VL_LAMBDA {
+            for (Index column = 0; column < padded; column += PANEL<T>)
                 with_constant<MICRO_ROWS>(keys, [&](auto rows) VL_LAMBDA {
-                    Tile<T, rows.value, width.value> sums;
+                    Tile<T, rows.value> sums;
                     T* place = target + key * padded + column;
                     if (fresh)
                         sums.clear();
@@ -132,7 +132,6 @@ struct BackwardCore {
                     sums.multiply(left + key, 1, PANEL<T>, right + column, padded, count);
                     sums.write(place, padded);
                 });
-            });
         }
     }
 };

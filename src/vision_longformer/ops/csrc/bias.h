@@ -72,7 +72,7 @@ class Bias {
     }
 
     // Must be called before the bias of another head is asked for.
-    void select_head(Index head) {
+    VL_NOINLINE void select_head(Index head) {
         if (head == head_) return;
         head_ = head;
         for (bool& valid : valid_) valid = false;
@@ -91,7 +91,7 @@ class Bias {
     }
 
     // Adds `source` to a reversed gradient of the table and to that of the global bias; either may be null.
-    void fold(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin, Index query_end,
+    VL_NOINLINE void fold(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin, Index query_end,
               PanelMatrix<T> source, T* table, T* global) const {
         each_vector(panel_begin, panel_end, query_begin, query_end, source, [&](Index query, Index key, T* values) {
             T* row = table ? table + plan.query_start[query] : nullptr;

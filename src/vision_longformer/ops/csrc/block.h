@@ -52,7 +52,7 @@ template <class S>
 PanelSource<S> panel_source(const Problem& problem, const void* tensor, const Strides& strides, Index batch, Index head,
                             const S* zeros) {
     const S* base = static_cast<const S*>(tensor) + batch * strides.batch + head * strides.head;
-    return {base, strides.token, problem.dim, round_up(problem.dim, LANES<Arithmetic<S>>), zeros};
+    return {base, strides.token, problem.dim, round_up(problem.dim, PANEL<Arithmetic<S>>), zeros};
 }
 
 // target[query][:] += sum over the panels begin .. end of left[query][key] * right[key][:], for a micro tile of
@@ -60,16 +60,15 @@ PanelSource<S> panel_source(const Problem& problem, const void* tensor, const St
 template <class T>
 VL_INLINE void sum_over_keys(const T* left, Index panel_stride, const T* right, Index begin, Index end, Index count,
                              T* target, Index padded) {
-    each_column_tile<T>(padded, [&](auto width, Index column) VL_LAMBDA {
+    for (Index column = 0; column < padded; column += PANEL<T>)
         with_constant<MICRO_ROWS>(count, [&](auto rows) VL_LAMBDA {
-            Tile<T, rows.value, width.value> sums;
+            Tile<T, rows.value> sums;
             sums.read(target + column, padded);
             for (Index panel = begin; panel < end; panel++)
                 sums.multiply(left + (panel - begin) * panel_stride, PANEL<T>, 1,
                               right + panel * PANEL<T> * padded + column, padded, PANEL<T>);
             sums.write(target + column, padded);
         });
-    });
 }
 
 }  // namespace VL_LEVEL

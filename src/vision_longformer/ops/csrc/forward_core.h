@@ -25,7 +25,7 @@ struct ForwardCore {
 
     void allocate(const Problem& problem, Arena& arena) {
         dim = problem.dim;
-        padded = round_up(dim, LANES<T>);
+        padded = round_up(dim, PANEL<T>);
         plan.allocate(problem, arena);
         bias.allocate(problem, plan, false, arena);
         const Index queries = plan.largest_queries(), block = BLOCK_PANELS * PANEL<T>;
@@ -45,7 +45,7 @@ struct ForwardCore {
         std::memset(total, 0, sizeof(T) * plan.queries * LANES<T>);
     }
 
-    void attend(const Block& block) {
+    VL_NOINLINE void attend(const Block& block) {
         score(block);
         const Index first = plan.tile_start[block.tile_begin];
         for (Index tile = block.tile_begin; tile < block.tile_end; tile++) {
@@ -77,7 +77,7 @@ struct ForwardCore {
     template <int ROWS>
     VL_INLINE void score_tile(Index start, Index panel, Index row, const T* added) {
         T *weight = weights.at(panel, row), *row_reference = reference + start, *row_total = total + start * LANES<T>;
-        Tile<T, ROWS, 2> sums;
+        Tile<T, ROWS> sums;
         sums.each([=](Vector<T>& sum, int i, int j) VL_LAMBDA {
             sum = load<T>(added + i * PANEL<T> + j * LANES<T>) - row_reference[i];
         });
@@ -102,7 +102,7 @@ struct ForwardCore {
 
     // Makes the largest score of a query in a panel its reference, if it is much too large: scales what has been summed
     // up, and the weights of the block's earlier panels.
-    __attribute__((noinline)) void raise_reference(Index index, Index panel, Index row) {
+    VL_NOINLINE void raise_reference(Index index, Index panel, Index row) {
         T* scores = weights.at(panel, row);
         const Vector<T> highest = maximum(load<T>(scores), load<T>(scores + LANES<T>));
         if (!any_above<T>(highest, SLACK)) return;

@@ -1,4 +1,4 @@
-// Small matrix products held in registers: tiles of a few rows by one or two vectors.
+// Small matrix products held in registers: tiles of a few rows by two vectors.
 //
 // Three layouts of operands cover everything: rows (a matrix with a row stride), panels (columns in groups of
 // PANEL, each group stored row by row) and panels read by column. `multiply` serves all of them through its strides.
@@ -9,7 +9,7 @@
 namespace vision_longformer {
 namespace VL_LEVEL {
 
-// Keys are handled in panels two vectors wide.
+// Tiles are two vectors wide. Keys are handled in panels of that width, and rows are padded to whole ones.
 template <class T>
 constexpr int PANEL = 2 * LANES<T>;
 
@@ -36,17 +36,17 @@ constexpr Index micro_tile_start(Index rows, Index tile) {
     return tile * size + (tile < larger ? tile : larger);
 }
 
-template <class T, int ROWS, int VECTORS>
+template <class T, int ROWS>
 struct Tile {
-    Vector<T> sum[ROWS][VECTORS];
+    Vector<T> sum[ROWS][2];
 
     // Calls `body(sum, row, vector)` for every vector of the tile, unrolled.
     template <class Body>
     VL_INLINE void each(Body body) {
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++)
-#pragma GCC unroll 4
-            for (int vector = 0; vector < VECTORS; vector++) body(sum[row][vector], row, vector);
+#pragma GCC unroll 2
+            for (int vector = 0; vector < 2; vector++) body(sum[row][vector], row, vector);
     }
 
     VL_INLINE void clear() {
@@ -67,29 +67,19 @@ struct Tile {
     VL_INLINE void multiply(const T* left, Index left_row, Index left_step, const T* right, Index right_step,
                             Index steps) {
         for (Index step = 0; step < steps; step++) {
-            Vector<T> factor[VECTORS];
-#pragma GCC unroll 4
-            for (int vector = 0; vector < VECTORS; vector++) {
-                factor[vector] = load<T>(right + step * right_step + vector * LANES<T>);
-                keep_in_register(factor[vector]);
-            }
+            const T* place = right + step * right_step;
+            Vector<T> first = load<T>(place), second = load<T>(place + LANES<T>);
+            keep_in_register(first);
+            keep_in_register(second);
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS; row++) {
                 const Vector<T> value = broadcast<T>(left[row * left_row + step * left_step]);
-#pragma GCC unroll 4
-                for (int vector = 0; vector < VECTORS; vector++) sum[row][vector] += value * factor[vector];
+                sum[row][0] += value * first;
+                sum[row][1] += value * second;
             }
         }
     }
 };
-
-// Calls `body(tile width in vectors, first column)` for all columns of a padded row.
-template <class T, class Body>
-VL_INLINE void each_column_tile(Index padded, Body body) {
-    Index column = 0;
-    for (; column + 2 * LANES<T> <= padded; column += 2 * LANES<T>) body(Constant<2>{}, column);
-    if (column < padded) body(Constant<1>{}, column);
-}
 
 }  // namespace VL_LEVEL
 }  // namespace vision_longformer

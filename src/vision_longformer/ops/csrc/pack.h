@@ -70,7 +70,7 @@ template <class S>
 struct PanelSource {
     const S* base;       // batch entry and head chosen
     Index token_stride;  // of the tensor
-    Index size, padded;  // head dimension, and the same in whole vectors
+    Index size, padded;  // head dimension, and the same in whole panels
     const S* zeros;      // `size` of them
 
     VL_INLINE const S* row(Index token) const { return token < 0 ? zeros : base + token * token_stride; }

@@ -43,7 +43,7 @@ struct ChunkPlan {
         for (Index** per_key : {&key_token, &key_offset, &key_row, &key_run}) *per_key = arena.take<Index>(most_keys);
     }
 
-    void build(Index chunk_row, Index chunk_column) {
+    VL_NOINLINE void build(Index chunk_row, Index chunk_column) {
         const Problem& p = *problem;
         const Index w = p.window;
         const AxisBlocks rows = axis_blocks(chunk_row, ceiling(p.height, w), p.height, w, p.rule);

@@ -18,9 +18,9 @@ struct Strides {
 };
 
 // Tensors: q, out, grad_out, grad_q (B, N, heads, dim) and k, v (B, G + N, heads, dim), global tokens first, in the
-// data type; grad_k, grad_v (B, G + N, heads, dim), lse (B, heads, N), bias, grad_bias (heads, 4w-1, 4w-1), global_bias,
-// grad_global_bias (heads, G) in the type of the arithmetic, which is float64 for float64 and float32 for all others.
-// All but q, k, v and grad_out are contiguous. The biases and their gradients may be null.
+// data type; grad_k, grad_v (B, G + N, heads, dim), lse (B, heads, N), bias, grad_bias (heads, 4w-1, 4w-1),
+// global_bias, grad_global_bias (heads, G) in the type of the arithmetic, which is float64 for float64 and float32 for
+// all others. All but q, k, v and grad_out are contiguous. The biases and their gradients may be null.
 struct Problem {
     Index batch, heads, dim, height, width, window, global_tokens;
     Index rule, neighbours, neighbour_row, neighbour_column, data_type, threads;

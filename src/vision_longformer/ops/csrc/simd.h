@@ -14,6 +14,7 @@
 #endif
 
 #define VL_INLINE inline __attribute__((always_inline))
+#define VL_NOINLINE __attribute__((noinline))
 #define VL_LAMBDA __attribute__((always_inline))
 
 namespace vision_longformer {

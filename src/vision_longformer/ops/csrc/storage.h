@@ -87,8 +87,7 @@ VL_INLINE void load_row(const S* source, Index size, Index padded, Arithmetic<S>
         for (int j = 0; j < 4; j++)
             store<T>(target + i + j * step, change(load_as_arithmetic<S>(source + i + j * step)));
     for (; i + step <= size; i += step) store<T>(target + i, change(load_as_arithmetic<S>(source + i)));
-    if (i == padded) return;
-    store<T>(target + i, Vector<T>{});
+    for (Index rest = i; rest < padded; rest += step) store<T>(target + rest, Vector<T>{});
     for (; i < size; i++) target[i] = change(broadcast<T>(decode(source[i])))[0];
 }
 
