@@ -91,19 +91,21 @@ class Bias {
     }
 
     // Adds `source` to a reversed gradient of the table and to that of the global bias; either may be null.
-    VL_NOINLINE void fold(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin, Index query_end,
-              PanelMatrix<T> source, T* table, T* global) const {
+    VL_NOINLINE void fold(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin,
+                          Index query_end, PanelMatrix<T> source, T* table, T* global) const {
         each_vector(panel_begin, panel_end, query_begin, query_end, source, [&](Index query, Index key, T* values) {
             T* row = table ? table + plan.query_start[query] : nullptr;
-            const Index run = plan.key_run[key / LANES<T>];
-            if (run >= 0) {
-                if (row) store<T>(row + run, load<T>(row + run) + load<T>(values));
-                return;
-            }
-            for (int lane = 0; lane < LANES<T>; lane++) {
-                const Index offset = plan.key_offset[key + lane];
-                if (offset >= 0 && row) row[offset] += values[lane];
-                if (offset == ChunkPlan<T>::GLOBAL && global) global[plan.key_token[key + lane]] += values[lane];
+            const Index run = plan.key_run[key / LANES<T>], *offset = plan.key_offset + key;
+            if (run == ChunkPlan<T>::MIXED) {
+                for (int lane = 0; lane < LANES<T>; lane++)
+                    if (offset[lane] >= 0 && row)
+                        row[offset[lane]] += values[lane];
+                    else if (offset[lane] == ChunkPlan<T>::GLOBAL && global)
+                        global[plan.key_token[key + lane]] += values[lane];
+            } else if (row && run >= 0) {
+                store<T>(row + run, load<T>(row + run) + load<T>(values));
+            } else if (row) {
+                for (int lane = 0; lane < LANES<T>; lane++) row[offset[lane]] += values[lane];
             }
         });
     }

@@ -23,17 +23,13 @@ class Forward {
         const Problem& p = *problem_;
         core_.plan.build(chunk_row, chunk_column);
         core_.bias.select_head(head);
-        core_.clear();
+        load_queries(batch, head);
         const PanelSource<S> keys = panel_source<S>(p, p.k, p.k_strides, batch, head, zeros_);
-        load_queries(batch, head, keys);
         const PanelSource<S> values = panel_source<S>(p, p.v, p.v_strides, batch, head, zeros_);
-        each_block(
-            core_.plan, core_.BLOCK_PANELS,
-            [&](const Block& block) {
-                pack(block, keys, values);
-                prefetch(block, keys, values);
-            },
-            [&](const Block& block, bool) { core_.attend(block); }, [](const Block&) {});
+        if (!attend(keys, values)) {
+            refer_to_own_keys(keys);
+            attend(keys, values);
+        }
         write_results(batch, head);
     }
 
@@ -43,17 +39,36 @@ class Forward {
     S* zeros_;
     T* key_rows_;
 
-    void load_queries(Index batch, Index head, const PanelSource<S>& keys) {
+    void load_queries(Index batch, Index head) {
         const Problem& p = *problem_;
         const S* q = static_cast<const S*>(p.q) + batch * p.q_strides.batch + head * p.q_strides.head;
-        const T factor = T(p.scale * LOG2_E), own_bias = core_.bias.of_own_key();
+        const T factor = T(p.scale * LOG2_E);
         for (Index i = 0; i < core_.plan.queries; i++) {
-            const Index token = core_.plan.query_token[i];
-            T* row = core_.query + i * core_.padded;
-            load_row<S>(q + token * p.q_strides.token, p.dim, core_.padded, row,
-                        [=](Vector<T> value) VL_LAMBDA { return value * factor; });
-            const T own = own_bias + dot_row<S>(keys.row(p.global_tokens + token), p.dim, row);
-            core_.reference[i] = own == -T(INFINITY) ? T(0) : own;
+            load_row<S>(q + core_.plan.query_token[i] * p.q_strides.token, p.dim, core_.padded,
+                        core_.query + i * core_.padded, [=](Vector<T> value) VL_LAMBDA { return value * factor; });
+            core_.reference[i] = 0;
+        }
+    }
+
+    // All keys of the chunk; false if some query's scores are too low for its reference.
+    bool attend(const PanelSource<S>& keys, const PanelSource<S>& values) {
+        core_.clear();
+        each_block(
+            core_.plan, core_.BLOCK_PANELS,
+            [&](const Block& block) {
+                pack(block, keys, values);
+                prefetch(block, keys, values);
+            },
+            [&](const Block& block, bool) { core_.attend(block); }, [](const Block&) {});
+        return core_.finish();
+    }
+
+    // The score of a query's own key as its reference: never too high, because that key always takes part.
+    void refer_to_own_keys(const PanelSource<S>& keys) {
+        for (Index i = 0; i < core_.plan.queries; i++) {
+            const S* key = keys.row(problem_->global_tokens + core_.plan.query_token[i]);
+            const T score = core_.bias.of_own_key() + dot_row<S>(key, problem_->dim, core_.query + i * core_.padded);
+            core_.reference[i] = score > -T(INFINITY) ? score : T(0);
         }
     }
 
@@ -81,9 +96,8 @@ class Forward {
         T* lse = static_cast<T*>(p.lse) + (batch * p.heads + head) * p.tokens();
         for (Index i = 0; i < core_.plan.queries; i++) {
             const Index token = core_.plan.query_token[i];
-            const T total = sum_of_lanes<T>(load<T>(core_.total + i * LANES<T>));
-            store_row<S>(core_.result + i * core_.padded, p.dim, T(1) / total, out + token * p.heads * p.dim);
-            lse[token] = core_.reference[i] * T(LN_2) + T(std::log(total));
+            store_row<S>(core_.result + i * core_.padded, p.dim, T(1) / core_.sum[i], out + token * p.heads * p.dim);
+            lse[token] = core_.reference[i] * T(LN_2) + T(std::log(core_.sum[i]));
         }
     }
 };

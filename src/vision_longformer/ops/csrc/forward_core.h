@@ -10,15 +10,15 @@ namespace VL_LEVEL {
 template <class T>
 struct ForwardCore {
     static constexpr Index BLOCK_PANELS = 896 / (2 * VECTOR_BYTES);
-    // Weights are powers of two relative to a reference per query, which is first the score of the query's own key, so
-    // that their sum is at least 1. It is raised only for scores that exceed it by more than this.
-    static constexpr T SLACK = 60;
+    // Weights are powers of two of scores relative to a reference per query. Most scores are small, so that 0 does: it
+    // is raised for scores that exceed it by more than SLACK, and a sum of weights below TINY says it was too high.
+    static constexpr T SLACK = 60, TINY = T(0x1p-60);
 
     Index dim, padded;
     ChunkPlan<T> plan;
     Bias<T> bias;
     T *query, *result;           // rows of `padded` elements per query
-    T *reference, *total;        // per query: what weights are relative to; sum of its weights, lane by lane
+    T *reference, *total, *sum;  // per query: what weights are relative to; sum of weights, lane by lane, and in all
     T *key_panels, *value_rows;  // of the block
     PanelMatrix<T> weights, block_bias;
     Prefetch prefetch;
@@ -33,13 +33,14 @@ struct ForwardCore {
         result = arena.take<T>(queries * padded);
         reference = arena.take<T>(queries);
         total = arena.take<T>(queries * LANES<T>);
+        sum = arena.take<T>(queries);
         key_panels = arena.take<T>(block * padded);
         value_rows = arena.take<T>(block * padded);
         weights = {arena.take<T>(GROUP_ROWS * block), GROUP_ROWS * PANEL<T>};
         block_bias = {arena.take<T>(bias.cached ? 0 : GROUP_ROWS * block), GROUP_ROWS * PANEL<T>};
     }
 
-    // Before the first block of a chunk; references are set by the caller.
+    // Before the first block of a chunk; references are set apart.
     void clear() {
         std::memset(result, 0, sizeof(T) * plan.queries * padded);
         std::memset(total, 0, sizeof(T) * plan.queries * LANES<T>);
@@ -55,6 +56,16 @@ struct ForwardCore {
             sum_over_keys<T>(weights.at(begin, start - first), weights.panel_stride, value_rows, begin, end,
                              plan.tile_start[tile + 1] - start, result + start * padded, padded);
         }
+    }
+
+    // After the last block of a chunk: adds up the weights; false if some query's reference was too high.
+    bool finish() {
+        bool fine = true;
+        for (Index i = 0; i < plan.queries; i++) {
+            sum[i] = sum_of_lanes<T>(load<T>(total + i * LANES<T>));
+            if (sum[i] < TINY) fine = false;
+        }
+        return fine;
     }
 
    private:
@@ -78,20 +89,20 @@ struct ForwardCore {
     VL_INLINE void score_tile(Index start, Index panel, Index row, const T* added) {
         T *weight = weights.at(panel, row), *row_reference = reference + start, *row_total = total + start * LANES<T>;
         Tile<T, ROWS> sums;
-        sums.each([=](Vector<T>& sum, int i, int j) VL_LAMBDA {
-            sum = load<T>(added + i * PANEL<T> + j * LANES<T>) - row_reference[i];
+        sums.each([=](Vector<T>& score, int i, int j) VL_LAMBDA {
+            score = load<T>(added + i * PANEL<T> + j * LANES<T>) - row_reference[i];
         });
         sums.multiply(query + start * padded, padded, 1, key_panels + panel * PANEL<T> * padded, PANEL<T>, dim);
         Vector<T> highest = sums.sum[0][0];
-        sums.each([&](Vector<T>& sum, int, int) VL_LAMBDA { highest = maximum(highest, sum); });
+        sums.each([&](Vector<T>& score, int, int) VL_LAMBDA { highest = maximum(highest, score); });
         if (__builtin_expect(any_above<T>(highest, SLACK), false)) {
             sums.write(weight, PANEL<T>);
             for (int i = 0; i < ROWS; i++) raise_reference(start + i, panel, row + i);
             sums.read(weight, PANEL<T>);
         }
-        sums.each([=](Vector<T>& sum, int i, int j) VL_LAMBDA {
-            sum = power_of_two<T>(sum);
-            store<T>(weight + i * PANEL<T> + j * LANES<T>, sum);
+        sums.each([=](Vector<T>& score, int i, int j) VL_LAMBDA {
+            score = power_of_two<T>(score);
+            store<T>(weight + i * PANEL<T> + j * LANES<T>, score);
         });
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS; i++) {

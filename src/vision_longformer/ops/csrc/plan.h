@@ -16,7 +16,8 @@ namespace VL_LEVEL {
 //     query_start = (w-1-a) * side + (w-1-c),    key_offset = (x+w) * side + (y+w),    side = 4w-1.
 template <class T>
 struct ChunkPlan {
-    static constexpr Index GLOBAL = -1, PADDING = -2;  // in key_offset
+    static constexpr Index GLOBAL = -1, PADDING = -2;   // in key_offset
+    static constexpr Index SCATTERED = -1, MIXED = -2;  // in key_run
 
     const Problem* problem;
     Index kind, queries, tiles, keys, panels;  // chunks of one kind differ in tokens only
@@ -24,7 +25,8 @@ struct ChunkPlan {
     Index *tile_start;                        // per micro tile of queries, and the end
     Index *panel_begin, *panel_end;           // per micro tile: the panels its queries see
     Index *key_token, *key_offset, *key_row;  // per key; tokens count from the first global one, -1 for zeros
-    Index* key_run;                           // per vector of keys: the first offset, if they are consecutive, else -1
+    Index* key_run;                           // per vector of keys: the first offset, if they are consecutive, or else
+                                              // SCATTERED if all are local, MIXED if not
 
     Index largest_queries() const {
         return minimum(problem->window, problem->height) * minimum(problem->window, problem->width);
@@ -123,9 +125,12 @@ struct ChunkPlan {
             });
         while (key < panels * PANEL<T>) add(PADDING, key_row[key - 1]);
         for (key = 0; key < panels * PANEL<T>; key += LANES<T>) {
-            Index& run = key_run[key / LANES<T>] = key_offset[key];
-            for (int lane = 1; lane < LANES<T>; lane++)
-                if (key_offset[key + lane] != key_offset[key] + lane) run = -1;
+            bool consecutive = true, local = true;
+            for (int lane = 0; lane < LANES<T>; lane++) {
+                consecutive = consecutive && key_offset[key + lane] == key_offset[key] + lane;
+                local = local && key_offset[key + lane] >= 0;
+            }
+            key_run[key / LANES<T>] = !local ? MIXED : consecutive ? key_offset[key] : SCATTERED;
         }
         for (Index a = 0; a < rows.stored[1]; a++)
             for (Index c = 0; c < columns.stored[1]; c++) query_start[query++] = (w - 1 - a) * side + (w - 1 - c);
