@@ -74,7 +74,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one run of the command."""
     folder = tmp_path_factory.mktemp("bench")
     options = ["--implementations", "sliding_chunk,whole_map,tiled", "--sizes", "24x17", "--quick", "--threads", "1"]
-    main(["bench", "attention", *options, "--budget", "10", "--output", str(folder)])
+    main(["bench", "attention", *options, "--budget", "6", "--output", str(folder)])
     return folder
 
 
@@ -187,6 +187,14 @@ def test_attention_plan_covers_the_stated_shapes() -> None:
         "50×84, batch 1, 6×64",
         "200×334, batch 1, 3×32",
     }
+
+
+def test_only_some_figures() -> None:
+    (group,) = plan("attention", Choices(), "shapes")["attention"]
+    assert group.name == "model shapes"
+    assert list(plan("all", Choices(), "training step")) == ["shift"]
+    with pytest.raises(ValueError, match="unknown figure 'shappes'"):
+        plan("attention", Choices(), "shappes")
 
 
 def test_asked_baseline_is_measured_too() -> None:
@@ -332,8 +340,9 @@ def test_measure_gives_reasons() -> None:
     samples = measure({0: Job(fail, 0, 0), 1: Job(lambda: None, 0, 0)}, Effort(0.01, 2, 2, 10.0), CPU)
     assert samples[0].reason == "failed: not enough memory"
     assert len(samples[1].seconds) == 2
-    late = measure({0: Job(lambda: None, 0, 0)}, Effort(0.0, 2, 2, -1.0), CPU)
-    assert late[0].reason == OUT_OF_TIME
+    late = {strict: measure({0: Job(lambda: None, 0, 0)}, Effort(0.0, 2, 2, -1.0, strict), CPU) for strict in (0, 1)}
+    assert len(late[False][0].seconds) == 1
+    assert late[True][0].reason == OUT_OF_TIME
 
 
 def test_rounds_fit_the_time() -> None:
@@ -341,8 +350,10 @@ def test_rounds_fit_the_time() -> None:
     assert plan_rounds(1.0, 10, effort) == 10
     assert plan_rounds(0.01, 10, effort) == 20
     assert plan_rounds(9.0, 10, effort) == 3
-    assert affordable({0: 1.0, 1: 5.0, 2: 0.1}, 4.0, 3) == [2, 0]
-    assert affordable({0: 50.0}, 1.0, 3) == [0]
+    assert affordable({0: 1.0, 1: 5.0, 2: 0.1}, 4.0, 3, ()) == [2, 0]
+    assert affordable({0: 1.0, 1: 5.0, 2: 0.1}, 4.0, 3, {1}) == [2, 1]
+    assert affordable({0: 1.0, 1: 5.0, 2: 0.1}, 30.0, 3, ()) == [2, 0, 1]
+    assert affordable({0: 50.0}, 1.0, 3, ()) == [0]
 
 
 def test_summary() -> None:

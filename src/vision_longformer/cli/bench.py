@@ -33,6 +33,7 @@ def bench(
     baseline: str | None = None,
     batch: int | None = None,
     shift: bool = False,
+    only: str | None = None,
     budget: float | None = None,
     threads: int | None = None,
     device: str | None = None,
@@ -59,7 +60,8 @@ def bench(
         baseline: what others are compared with: an implementation, or of 'models' a model.
         batch: maps or images per run.
         shift: of 'models', also with random shift in training.
-        budget: seconds to take in all, about; rounds are adapted to it.
+        only: the figures with this in their name, such as 'shapes' of 'attention'.
+        budget: seconds to take in all, about; rounds are adapted to it. Without 'quick' all is timed once at least.
         threads: torch's by default.
         device: cpu or cuda; cuda where there is one.
         output: folder of the results; a file that exists is not replaced, the new one gets a number.
@@ -86,7 +88,7 @@ def bench(
     )
     _check_positive("threads", threads)
     _check_positive("budget", budget)
-    plans = plan(what, choices)
+    plans = plan(what, choices, only)
     earlier = None if compare is None else load_result(compare)
     path = new_path(Path(output), what, overwrite=overwrite)
     with _bar() as tell:

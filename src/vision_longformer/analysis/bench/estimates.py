@@ -46,7 +46,7 @@ class Estimates:
         windows = tokens * work.heads * work.dim * (2 * work.window + 1) ** 2
         floats = {
             "masked_dense": _pairs(work) * (5 if both else 4),
-            "flex": _pairs(work) * 5 if self.device.type == "cpu" else 0,  # eager: masks and scores of all pairs
+            "flex": _pairs(work) * 8 if self.device.type == "cpu" else 0,  # eager: masks and scores of all pairs
             "unfold_nn": windows * (4 if both else 2),
             "unfold_tensor": windows * (4 if both else 2),
             "sliding_chunk": chunk_scores * (3 if both else 2),
@@ -57,11 +57,12 @@ class Estimates:
     def seconds(self, task: Task) -> float:
         """Of one run: arithmetic of full attention at half the speed of a matrix product, traffic of temporaries."""
         work = task.work
-        flops = 0
+        flops, overhead = 0, 0.0
         if isinstance(work, AttentionWork) and work.method in (FULL_ATTENTION, "masked_dense"):
             flops = 4 * work.dim * _pairs(work) * (3 if task.mode == BOTH else 1)
-        traffic = self.temporary_bytes(task) * (10 if isinstance(work, AttentionWork) and work.method == "flex" else 1)
-        return flops / (0.5 * self.matmul_flops) + traffic / BYTES_PER_SECOND
+        if isinstance(work, AttentionWork) and work.method == "flex" and self.device.type == "cpu":
+            overhead = 1.0  # it is traced anew in each run
+        return flops / (0.5 * self.matmul_flops) + self.temporary_bytes(task) / BYTES_PER_SECOND + overhead
 
 
 def default_memory_limit(device: torch.device) -> float:

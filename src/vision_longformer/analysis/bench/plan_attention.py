@@ -29,7 +29,7 @@ def squares(*sides: int) -> tuple[Size, ...]:
 
 def plan_attention(choices: Choices) -> list[Group]:
     """The paper's first efficiency figure, exact windows of 17; and the shapes of our models."""
-    quick_sizes, sizes = squares(14, 28, 56), squares(14, 28, 42, 56, 84, 112, 168)
+    quick_sizes, sizes = squares(28, 56), squares(14, 28, 42, 56, 84, 112, 168)
     sizes = choices.sizes or (quick_sizes if choices.quick else sizes)
     paper = [_resized(size, choices, AttentionWork("", 0, 0, window=PAPER_WINDOW, rule="exact")) for size in sizes]
     shapes = _model_shapes(choices, SHAPES[:1] if choices.quick else SHAPES)

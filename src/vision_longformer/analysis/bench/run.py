@@ -15,7 +15,7 @@ from .result import GroupResult, Result
 from .session import Session, Tell
 from .tasks import Group
 
-LEAST_PACE = 0.3
+LEAST_PACE = 0.2
 """What is left of a benchmark's time, at the least, when those before it and the start took too long."""
 
 

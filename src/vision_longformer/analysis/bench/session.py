@@ -48,7 +48,8 @@ class Session:
 
     def __init__(self, workers: Workers, choices: Choices, threads: int | None, budget: float, tell: Tell) -> None:
         self.workers, self.budget, self.done, self._tell = workers, budget, 0.0, tell
-        self.rounds, longest = ((2, 15), 0.4) if choices.quick else ((5, 50), 30.0)
+        self.quick = choices.quick
+        self.rounds, longest = ((2, 15), 0.6) if choices.quick else ((5, 50), 30.0)
         self.common = {"device": str(choices.device), "threads": threads}
         tell("starting", 0, budget)
         memory = default_memory_limit(choices.device)
@@ -74,7 +75,7 @@ class Session:
         rows = self._can_run(turn.rows)
         rows.sort(key=lambda row: self.estimates.seconds(row.task))
         part, start = 1 / (len(self.workers.allocators) + 1), time.monotonic()
-        effort = Effort(seconds * part, *self.rounds, 1.5 * seconds * part)
+        effort = Effort(seconds * part, *self.rounds, limit=1.5 * seconds * part, strict=self.quick)
         for index, allocator in enumerate(self.workers.allocators):
 
             def tell(done: int, of: int, before: int = index) -> None:
@@ -100,7 +101,7 @@ class Session:
         self._tell(turn.text, self.done + worth, self.budget)
 
     def _time(self, rows: list[Row], allocator: str, effort: Effort, tell: Callable[[int, int], None]) -> None:
-        if effort.limit <= 0:
+        if effort.strict and effort.limit <= 0:
             for row in rows:
                 row.add_reason(OUT_OF_TIME)
             return
@@ -115,7 +116,7 @@ class Session:
                 row.add_reason(samples["reason"])
 
     def _memory(self, row: Row, end: float) -> None:
-        if time.monotonic() > end:
+        if self.quick and time.monotonic() > end:
             row.add_reason(f"memory: {OUT_OF_TIME}")
             return
         answer = self._ask("default", {"task": row.task.to_dict(), "limit": MEMORY_SECONDS})

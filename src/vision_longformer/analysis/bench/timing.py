@@ -7,7 +7,7 @@ import random
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,12 +17,16 @@ from .attention_jobs import Job
 
 
 class Effort(NamedTuple):
-    """How long to measure: about ``seconds``, with ``least`` to ``most`` rounds, but hardly beyond ``limit``."""
+    """How long to measure: about ``seconds``, with ``least`` to ``most`` rounds, but hardly beyond ``limit``.
+
+    ``strict``: rather than beyond the limit, jobs are not started at all; otherwise each is timed once at least.
+    """
 
     seconds: float
     least: int
     most: int
     limit: float
+    strict: bool = False
 
 
 @dataclass
@@ -48,15 +52,17 @@ def measure(
     effort: Effort,
     device: torch.device,
     tell: Callable[[int, int], None] = lambda done, total: None,
+    baselines: Collection[int] = (),
 ) -> dict[int, Samples]:
     """Warm up, then run all jobs once per round, in an order shuffled anew each round, so that no job always finds the
-    caches as the same other job left them. A job that fails is left out of the rounds, with its error as the reason.
+    caches as the same other job left them. A job that fails is left out of the rounds, with its error as the reason;
+    so are the slowest, unless they are ``baselines``, if the time does not suffice.
     """
     start = time.perf_counter()
     samples = {name: Samples() for name in jobs}
     warm: dict[int, tuple[float, int]] = {}
     for name, job in jobs.items():
-        if time.perf_counter() - start > effort.limit:
+        if effort.strict and time.perf_counter() - start > effort.limit:
             samples[name].reason = OUT_OF_TIME
             continue
         try:
@@ -64,7 +70,7 @@ def measure(
         except Exception as error:
             samples[name].reason = f"failed: {first_line(error)}"
     elapsed = time.perf_counter() - start
-    order = affordable({name: run[0] for name, run in warm.items()}, effort.limit - elapsed, effort.least)
+    order = affordable({name: run[0] for name, run in warm.items()}, effort.limit - elapsed, effort.least, baselines)
     for name in warm.keys() - set(order):
         samples[name] = Samples([warm[name][0]], [warm[name][1]])
     rounds = plan_rounds(sum(warm[name][0] for name in order), effort.seconds - elapsed, effort)
@@ -82,11 +88,15 @@ def measure(
     return samples
 
 
-def affordable(took: Mapping[int, float], seconds: float, rounds: int) -> list[int]:
-    """Jobs of which ``rounds`` rounds fit into ``seconds``: the slowest are left out, the fastest never is."""
+def affordable(took: Mapping[int, float], seconds: float, rounds: int, baselines: Collection[int]) -> list[int]:
+    """Jobs of which ``rounds`` rounds fit into ``seconds``: the slowest are left out, but never the fastest nor the
+    baselines, on which all ratios rest."""
     names = sorted(took, key=lambda name: took[name])
-    while len(names) > 1 and rounds * sum(took[name] for name in names) > seconds:
-        names.pop()
+    for name in reversed(names[1:]):
+        if rounds * sum(took[name] for name in names) <= seconds:
+            break
+        if name not in baselines:
+            names.remove(name)
     return names
 
 

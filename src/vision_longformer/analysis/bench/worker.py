@@ -67,7 +67,10 @@ def _time(request: dict[str, Any], answers: TextIO) -> list[dict[str, Any]]:
             jobs[index] = _build(task, device, shared)
         except Exception as error:
             samples[index] = Samples(reason=f"failed: {first_line(error)}")
-    samples |= measure(jobs, Effort(**request["effort"]), device, lambda *done: _answer(answers, {"round": done}))
+    keys = {(task.point, task.variant): index for index, task in enumerate(tasks)}
+    baselines = {keys.get(task.baseline, index) for index, task in enumerate(tasks)}
+    effort = Effort(**request["effort"])
+    samples |= measure(jobs, effort, device, lambda *done: _answer(answers, {"round": done}), baselines)
     return [samples[index].to_dict() for index in range(len(tasks))]
 
 
