@@ -2,6 +2,7 @@
 
 - ``vision_longformer_*``: Longformer attention in every stage, so that cost stays linear at any size. At their own size
   the last two stages equal full attention, as in the paper. Relative bias, or absolute position (``_ape``).
+- ``vision_longformer_micro``: ours, not the paper's, for small images such as CIFAR's.
 - ``evit_*_patch16``: the flat E-ViT of the paper.
 - ``msvit_SIZE_LAYOUT_MECHANISM``: the paper's comparison, with absolute position.
 """
@@ -92,6 +93,15 @@ def flat_config(size: str, position: str = "absolute") -> ModelConfig:
     return ModelConfig((StageConfig(dim, 12, heads, 16, cfg.Full(), 1, position),))
 
 
+def micro_config() -> ModelConfig:
+    """A small Vision Longformer of two stages for images of 32×32."""
+    stages = (
+        StageConfig(64, 2, 2, 2, cfg.Longformer(window=4), 1, "relative"),
+        StageConfig(128, 4, 4, 2, cfg.Longformer(window=4), 1, "relative"),
+    )
+    return ModelConfig(stages, img_size=(32, 32), num_classes=10)
+
+
 def _mechanism(name: str, stage: int) -> cfg.AttentionConfig:
     """The attention of stage 0..3 of a four-stage model; three-stage models take the last three."""
     if name == "vil":
@@ -129,6 +139,7 @@ def _named() -> dict[str, ModelConfig]:
             models[f"vision_longformer_{size}{suffix}"] = longformer_config(size, position)
             if not swin:
                 models[f"vision_longformer_{size}{suffix}_384"] = longformer_config(size, position, 384)
+    models["vision_longformer_micro"] = micro_config()
     for size in ("tiny", "small"):
         models[f"evit_{size}_patch16"] = flat_config(size)
         for layout in LAYOUTS:

@@ -12,12 +12,16 @@ from .bench import bench
 from .convert import convert
 from .cost import cost
 from .doctor import doctor
+from .evaluate import evaluate
 from .models import models
 from .parser import Group, parser_message, run_command
+from .predict import predict
+from .recipes import recipes
 from .table_cost import table_cost
+from .train import train
 
 COMMANDS = Group(
-    "Multi-Scale Vision Longformer: models, their costs and their weights.",
+    "Multi-Scale Vision Longformer: models, training, costs and weights.",
     {
         "doctor": doctor,
         "models": models,
@@ -25,6 +29,10 @@ COMMANDS = Group(
         "table": Group("The tables of the paper beside our values.", {"cost": table_cost}),
         "convert": convert,
         "bench": bench,
+        "recipes": recipes,
+        "train": train,
+        "evaluate": evaluate,
+        "predict": predict,
     },
 )
 

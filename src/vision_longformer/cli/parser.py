@@ -2,14 +2,14 @@
 
 Parameters without a default are positional, others are options; a positional-only one with a default is positional and
 may be left out. A boolean is a flag, with ``--no_…`` beside it if it is true by default; fields of a dataclass take a
-value, as ``--recipe.augment false``.
+value, as ``--recipe.augment false``. A function with ``**settings`` takes any further ``--key value`` as text.
 """
 
 from __future__ import annotations
 
 import inspect
 from argparse import ArgumentError
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 from jsonargparse import ActionYesNo, ArgumentParser
@@ -27,12 +27,13 @@ class Group(NamedTuple):
 
 
 class _CommandParser(ArgumentParser):
-    """jsonargparse's parser with flags and with ``optional`` positionals, by name with their defaults.
+    """jsonargparse's parser with flags, ``optional`` positionals, by name with their defaults, and ``repeated`` ones.
 
-    jsonargparse copies the method to its argument groups, which have no such attribute.
+    jsonargparse copies the method to its argument groups, which have no such attributes.
     """
 
     optional: Mapping[str, Any]
+    repeated: Set[str]
 
     def add_argument(self, *names: Any, **options: Any) -> Any:
         if options.get("type") is bool and "." not in names[0]:
@@ -41,6 +42,8 @@ class _CommandParser(ArgumentParser):
         optional = getattr(self, "optional", {})
         if names[0] in optional:
             options = {**options, "nargs": "?", "default": optional[names[0]]}
+        if names[0] in getattr(self, "repeated", ()):
+            options = {"help": options.get("help"), "type": str, "nargs": "+"}
         return super().add_argument(*names, **options)
 
 
@@ -58,9 +61,32 @@ def run_command(program: str, group: Group, argv: list[str], version: str) -> No
         path.append(name)
         command = command.commands[name]
     parser = _command_parser(" ".join(path), command)
+    argv, settings = _take_settings(command, argv)
     arguments = parser.instantiate(parser.parse_args(argv))
     positional, options = _split(command, arguments.as_dict())
-    command(*positional, **options)
+    command(*positional, **options, **settings)
+
+
+def _take_settings(function: Function, argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Arguments that the signature names, and the others as settings if the function takes any."""
+    parameters = inspect.signature(function).parameters.values()
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+        return argv, {}
+    named = {"help", *(parameter.name for parameter in parameters)}
+    rest, settings, waiting = [], {}, list(argv)
+    while waiting:
+        argument = waiting.pop(0)
+        key, _, value = argument.removeprefix("--").partition("=")
+        key = key.replace("-", "_")
+        if not argument.startswith("--") or key in named:
+            rest.append(argument)
+            continue
+        if "=" not in argument:
+            if not waiting or waiting[0].startswith("--"):
+                raise ValueError(f"{argument} needs a value, as in '{argument} VALUE'")
+            value = waiting.pop(0)
+        settings[key] = value
+    return rest, settings
 
 
 def _full_names(path: list[str], group: Group) -> list[str]:
@@ -79,11 +105,13 @@ def _group_parser(program: str, group: Group, version: str) -> ArgumentParser:
 
 def _command_parser(program: str, function: Function) -> ArgumentParser:
     parser = _CommandParser(prog=program, description=_description(function), exit_on_error=False)
+    parameters = inspect.signature(function).parameters.values()
     parser.optional = {
         parameter.name: parameter.default
-        for parameter in inspect.signature(function).parameters.values()
+        for parameter in parameters
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is not parameter.empty
     }
+    parser.repeated = {parameter.name for parameter in parameters if str(parameter.annotation) == "list[str]"}
     parser.add_function_arguments(function, as_group=False, as_positional=True)
     return parser
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...files import written_whole
 from .machine import differences
 from .tasks import LARGE_MATMUL, Group, Task
 from .timing import summary
@@ -117,15 +116,8 @@ class Result:
 
     def save(self, path: Path) -> None:
         """Write to a name that :func:`new_path` gave; the file is replaced whole or not at all."""
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(self.to_dict(), file, indent=1)
-            os.chmod(temporary, path.stat().st_mode)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with written_whole(path, overwrite=True) as temporary:
+            temporary.write_text(json.dumps(self.to_dict(), indent=1))
 
 
 def load_result(path: str | Path) -> Result:

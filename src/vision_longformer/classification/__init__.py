@@ -1,0 +1,1 @@
+"""Image classification: train, evaluate and predict, as the commands of the same names do."""

@@ -1,0 +1,128 @@
+"""How good a classifier is on a data set, over any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import check_at_least
+from .classifier import load_classifier
+from .data import EvalData, Process, class_names, eval_data
+from .metrics import Result, Score
+from .recipe import ClassificationRecipe
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By precision, the dtype that matrix products run in, or None for the model's own."""
+
+Tell = Callable[[int, int], None]
+"""Told of progress: images done, images in all."""
+
+
+def evaluate(
+    checkpoint: str | Path,
+    data: str = "fashion-mnist",
+    split: str = "validation",
+    *,
+    size: int | None = None,
+    batch_size: int = 64,
+    workers: int = 2,
+    precision: str = "fp32",
+    skip_bad_images: bool = False,
+    tell: Tell | None = None,
+) -> Result:
+    """Accuracy and loss of a checkpoint on the ``split`` of ``data``, with its own preprocessing.
+
+    Under ``torchrun``, each process takes a share, every image is counted once, and all return the whole result.
+
+    Args:
+        checkpoint: a .safetensors file of ours.
+        data: as in recipes: a folder, .npz, .tar or .zip file, shards, or the built-in fashion-mnist.
+        split: which part of it.
+        size: side of the square that the model sees of each image; as in training if None.
+        batch_size: images at a time in each process.
+        workers: data-loading processes.
+        precision: fp32, bf16 or fp16.
+        skip_bad_images: leave out images that cannot be read, instead of stopping.
+        tell: is told of progress.
+    """
+    model, preprocessing, named = load_classifier(checkpoint, size)
+    check_at_least("batch_size", batch_size, 1)
+    recipe = ClassificationRecipe(
+        data=data,
+        eval_split=split,
+        eval_batch_size=batch_size,
+        workers=workers,
+        precision=precision,
+        skip_bad_images=skip_bad_images,
+    )
+    if not named:
+        preprocessing = replace(preprocessing, classes=_names_in_data(recipe, len(preprocessing.classes)))
+    state = PartialState(cpu=not torch.cuda.is_available())
+    share = eval_data(recipe, preprocessing, Process(state.process_index, state.num_processes))
+    result = evaluate_model(model.to(state.device), share, state.device, AUTOCAST[precision], tell)
+    if not result.samples:
+        raise ValueError(f"none of the {result.skipped} images of {data} could be read")
+    return result
+
+
+def _names_in_data(recipe: ClassificationRecipe, count: int) -> tuple[str, ...]:
+    """Names for a model that has learned none: those of the data, which must have as many classes."""
+    return class_names(replace(recipe, train_split=recipe.eval_split, num_classes=count))
+
+
+def evaluate_model(
+    model: nn.Module,
+    data: EvalData,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    tell: Tell | None = None,
+) -> Result:
+    """Accuracy and loss of a model, over all processes; the model is left in the mode it was in.
+
+    Without gradients, but not in inference mode: what the attention caches there could not be trained with later.
+    """
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    training = plain.training
+    score = Score(len(data.classes), device)
+    processes = distributed.get_world_size() if distributed.is_initialized() else 1
+    batches = data.batches() if processes == 1 else _in_step(data.batches(), plain.config, device)
+    plain.eval()
+    done = 0
+    try:
+        with torch.no_grad(), torch.autocast(device.type, autocast, enabled=autocast is not None):
+            for images, labels in batches:
+                logits = plain(images.to(device, non_blocking=True))
+                score.add(logits[: len(labels)], labels.to(device, non_blocking=True))
+                done += len(labels)
+                if tell is not None:
+                    tell(min(done * processes, data.size), data.size)
+    finally:
+        plain.train(training)
+    score.skipped += data.skipped
+    score.reduce()
+    return score.result()._replace(classes=data.classes)
+
+
+def _in_step(
+    batches: Iterable[tuple[Tensor, Tensor]], config: Any, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """As many batches in each process as in the one with the most, for running a sharded model is a joint effort.
+
+    Those to spare are one image and no labels, to be run and not counted.
+    """
+    own = iter(batches)
+    spare = torch.zeros(1, config.in_chans, *config.img_size), torch.zeros(0, dtype=torch.int64)
+    while True:
+        batch = next(own, None)
+        left = torch.tensor(int(batch is not None), device=device)
+        distributed.all_reduce(left)
+        if not left:
+            return
+        yield spare if batch is None else batch

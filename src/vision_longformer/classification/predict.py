@@ -1,0 +1,63 @@
+"""What a classifier says about single images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from ..errors import check_at_least
+from .classifier import load_classifier
+from .images import decode_image
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The likeliest classes of an image, best first, with their probabilities."""
+
+    file: str
+    labels: tuple[str, ...]
+    probabilities: tuple[float, ...]
+
+
+def predict(
+    checkpoint: str | Path, images: Sequence[str | Path], *, top: int = 5, size: int | None = None
+) -> list[Prediction]:
+    """The ``top`` classes of each image, by the checkpoint's own preprocessing.
+
+    A folder stands for the images inside. ``size`` is the side of the square that the model sees of each image, the
+    one it was trained with if None. Images run one by one, so that memory does not grow with their number.
+    """
+    check_at_least("top", top, 1)
+    files = image_files(images)
+    model, preprocessing, _ = load_classifier(checkpoint, size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
+    transform = preprocessing.transform()
+    predictions = []
+    for file in files:
+        with torch.no_grad():
+            logits = model(transform(decode_image(file))[None].to(device))[0]
+        best = logits.double().softmax(0).sort(descending=True, stable=True)
+        labels = tuple(preprocessing.classes[index] for index in best.indices[:top].tolist())
+        predictions.append(Prediction(str(file), labels, tuple(best.values[:top].tolist())))
+    return predictions
+
+
+def image_files(images: Sequence[str | Path]) -> list[Path]:
+    """The files that are meant: those given, and of folders the images inside, in order of their names."""
+    files: list[Path] = []
+    for path in map(Path, images):
+        if path.is_dir():
+            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMG_EXTENSIONS)
+            if not inside:
+                raise ValueError(f"the folder {path} has no images in it ({', '.join(IMG_EXTENSIONS)})")
+            files += inside
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise FileNotFoundError(f"there is no image {path}")
+    return files

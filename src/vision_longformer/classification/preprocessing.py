@@ -1,0 +1,123 @@
+"""From an image to a model's input, as evaluation and prediction do it; a checkpoint carries it with its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
+from torch import Tensor
+from torchvision.transforms import Compose
+
+from ..config import ModelConfig, size_pair
+from ..errors import CheckpointError
+from .recipe import ClassificationRecipe
+
+CROP_PCT = 0.875
+CROP_PCT_LARGE = 0.922
+"""Above ``LARGE`` pixels, where the objects of a crop need less of a border."""
+LARGE = 224
+
+GREY_MEAN = (0.449,)
+GREY_STD = (0.226,)
+"""Averages of ImageNet's over the three colours."""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How an image becomes the model's input, and what its outputs are called.
+
+    - ``size``: (height, width) of the input; ``mean``, ``std``: of its one or three channels, which lie in [0, 1].
+    - ``crop_pct``: part of the resized image's shorter side that the centre crop keeps.
+    - ``classes``: names of the outputs in order.
+    """
+
+    size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop_pct: float
+    interpolation: str
+    classes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", size_pair(self.size))
+        object.__setattr__(self, "classes", tuple(str(name) for name in self.classes))
+        for name in ("mean", "std"):
+            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+        if len(self.mean) not in (1, 3) or len(self.std) != len(self.mean):
+            raise ValueError(f"mean is {self.mean} and std is {self.std}; give both for 1 channel or for 3")
+        if min(self.std) <= 0:
+            raise ValueError(f"std is {self.std}; it must be positive")
+        if not 0 < self.crop_pct <= 1:
+            raise ValueError(f"crop_pct is {self.crop_pct}; it must be above 0 and at most 1")
+
+    def transform(self, size: tuple[int, int] | None = None) -> Callable[[Image.Image], Tensor]:
+        """From an RGB image to (C, H, W): shorter side to ``size / crop_pct``, centre crop, normalisation."""
+        height, width = size or self.size
+        to_input = create_transform(
+            (len(self.mean), height, width),
+            interpolation=self.interpolation,
+            mean=self.mean,
+            std=self.std,
+            crop_pct=self.crop_pct,
+        )
+        return Compose([grey_image, to_input]) if len(self.mean) == 1 else to_input
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """uint8 images (B, C, H, W) as float inputs, to the last bit as :meth:`transform` does it."""
+        return images.float().div_(255).sub_(_per_channel(self.mean)).div_(_per_channel(self.std))
+
+    def denormalise(self, images: Tensor) -> Tensor:
+        """Inputs (B, C, H, W) as uint8 images to look at; the inverse of :meth:`normalise`."""
+        images = images.detach().float().cpu() * _per_channel(self.std) + _per_channel(self.mean)
+        return (images * 255).round().clamp(0, 255).to(torch.uint8)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str) -> Preprocessing:
+        """The inverse of :meth:`to_dict`; ``source`` is the file that an error names."""
+        names = [field.name for field in fields(cls)]
+        missing = [name for name in names if name not in data]
+        if missing:
+            raise CheckpointError(f"{source} does not say how images are prepared: {', '.join(missing)} missing")
+        try:
+            return cls(**{name: data[name] for name in names})
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{source} does not say how images are prepared: {error}") from error
+
+
+def preprocessing(recipe: ClassificationRecipe, config: ModelConfig, classes: Sequence[str]) -> Preprocessing:
+    """What the recipe says, and ImageNet's where it says nothing."""
+    if config.in_chans not in (1, 3):
+        raise ValueError(f"in_chans is {config.in_chans}; images have 3 channels, or 1 if they are grey")
+    colour = config.in_chans == 3
+    mean = recipe.mean or (IMAGENET_DEFAULT_MEAN if colour else GREY_MEAN)
+    std = recipe.std or (IMAGENET_DEFAULT_STD if colour else GREY_STD)
+    crop_pct = CROP_PCT if min(config.img_size) <= LARGE else CROP_PCT_LARGE
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) != config.in_chans:
+            raise ValueError(f"{name} is {values}, but the model's images have {config.in_chans} channels")
+    return Preprocessing(
+        size=config.img_size,
+        mean=mean,
+        std=std,
+        crop_pct=crop_pct if recipe.crop_pct is None else recipe.crop_pct,
+        interpolation="bicubic" if recipe.interpolation == "random" else recipe.interpolation,
+        classes=tuple(classes),
+    )
+
+
+def grey_image(image: Image.Image) -> Image.Image:
+    """An image of one channel."""
+    return image.convert("L")
+
+
+def _per_channel(values: tuple[float, ...]) -> Tensor:
+    """A (C, 1, 1) tensor."""
+    return torch.tensor(values).view(-1, 1, 1)

@@ -1,0 +1,116 @@
+"""A classification run as data: model, images, augmentation, beside what every training run has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import NEIGHBOURS, ModelConfig
+from ..errors import check_at_least, check_choice
+from ..training.settings import TrainSettings
+from ..zoo import model_config
+
+CROPS = ("random_resized", "random", "pad", "none")
+INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "random")
+TABLE_RESIZES = ("offset", "bilinear")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationRecipe(TrainSettings):
+    """Settings of a classification run.
+
+    Args:
+        about: what the recipe is for, in a line.
+        model: a name from 'vil models'.
+        model_options: fields of the model's configuration to change, such as {"global_pool": "token"}.
+        image_size: side of the square images; None for the model's own.
+        drop_path: rate of dropped residual branches in the last block; it grows linearly with depth.
+        neighbours: what local attention sees in training: all, self, or random (random shift).
+        shift_until: with random, the fraction of the run after which all neighbours are seen.
+        init: a checkpoint (.safetensors) to start from; tables are resized, and the head is replaced if classes differ.
+        table_resize: how its relative-position tables change size: offset or bilinear.
+        class_map: a file that says which class of the checkpoint each of the data's classes is, to keep head rows.
+        data: a folder, .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist.
+        train_split: name of the split to train on.
+        eval_split: name of the split to evaluate on.
+        num_classes: of streamed data, which cannot be counted; None: as found in the data.
+        num_images: of streamed data: images per epoch.
+        skip_bad_images: count and skip images that cannot be read, instead of stopping.
+        in_memory: keep decoded images of small data sets (.npz) and augment whole batches at once.
+        crop: random_resized, random (a crop of a resized image), pad (a crop of an image padded by an eighth), none.
+        crop_scale: smallest and largest part of the image's area in random_resized.
+        crop_ratio: of width to height in random_resized.
+        hflip: probability of a horizontal flip.
+        color_jitter: strength; not used together with auto_augment.
+        auto_augment: timm's policy string, such as rand-m9-mstd0.5-inc1.
+        erase: probability of random erasing.
+        mixup: alpha of Mixup; 0 for none.
+        cutmix: alpha of CutMix; 0 for none.
+        mix_prob: probability that a batch is mixed at all.
+        smoothing: label smoothing.
+        repeats: copies of an image per epoch, each augmented anew (repeated augmentation); the epoch's length stays.
+        interpolation: bicubic, bilinear, nearest, or random in training.
+        crop_pct: part of the resized image that evaluation looks at; None for the model's own.
+        mean: of the channels; None for ImageNet's.
+        std: of the channels; None for ImageNet's.
+        eval_batch_size: images per evaluation batch and process; None: as in training.
+    """
+
+    about: str = ""
+    model: str = "vision_longformer_tiny"
+    model_options: dict[str, Any] = field(default_factory=dict)
+    image_size: int | None = None
+    drop_path: float = 0.1
+    neighbours: str = "all"
+    shift_until: float = 0.75
+    init: str | None = None
+    table_resize: str = "offset"
+    class_map: str | None = None
+    data: str = "imagenet"
+    train_split: str = "train"
+    eval_split: str = "validation"
+    num_classes: int | None = None
+    num_images: int | None = None
+    skip_bad_images: bool = False
+    in_memory: bool = False
+    crop: str = "random_resized"
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    crop_ratio: tuple[float, float] = (0.75, 4 / 3)
+    hflip: float = 0.5
+    color_jitter: float = 0.4
+    auto_augment: str | None = "rand-m9-mstd0.5-inc1"
+    erase: float = 0.25
+    mixup: float = 0.8
+    cutmix: float = 1.0
+    mix_prob: float = 1.0
+    smoothing: float = 0.1
+    repeats: int = 1
+    interpolation: str = "bicubic"
+    crop_pct: float | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    eval_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("crop", self.crop, CROPS)
+        check_choice("interpolation", self.interpolation, INTERPOLATIONS)
+        check_choice("table_resize", self.table_resize, TABLE_RESIZES)
+        check_choice("neighbours", self.neighbours, NEIGHBOURS)
+        check_at_least("repeats", self.repeats, 1)
+        for name in ("num_classes", "num_images", "eval_batch_size"):
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name), 1)
+        for name in ("drop_path", "hflip", "erase", "mix_prob", "smoothing", "shift_until"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be between 0 and 1")
+        if (self.mixup or self.cutmix) and self.batch_size % 2:
+            raise ValueError(f"batch_size is {self.batch_size}; Mixup and CutMix pair images, so it must be even")
+        self.model_config(self.num_classes or 1000)
+
+    def model_config(self, num_classes: int) -> ModelConfig:
+        """The model's configuration with this recipe's changes."""
+        changes: dict[str, Any] = {"num_classes": num_classes, "drop_path_rate": self.drop_path}
+        if self.image_size is not None:
+            changes["img_size"] = (self.image_size, self.image_size)
+        return model_config(self.model).override(**{**changes, "neighbours": self.neighbours, **self.model_options})

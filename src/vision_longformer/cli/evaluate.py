@@ -1,0 +1,130 @@
+"""``vil evaluate``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import isnan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .output import print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from ..classification.evaluate import Tell
+    from ..classification.metrics import Result
+
+
+def evaluate(
+    checkpoint: str,
+    *,
+    data: str = "fashion-mnist",
+    split: str = "validation",
+    size: int | None = None,
+    batch_size: int = 64,
+    workers: int = 2,
+    precision: str = "fp32",
+    skip_bad_images: bool = False,
+    per_class: bool = False,
+    confusion: str | None = None,
+    json: bool = False,
+) -> None:
+    """Show how accurate a classifier is on a data set: top-1, top-5 and loss.
+
+    Under torchrun, processes share the images, and each is counted once.
+
+    Args:
+        checkpoint: a .safetensors file that 'vil train' or 'vil convert' wrote.
+        data: a folder, .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist.
+        split: name of the split.
+        size: side of the square images that the model sees; the one it was trained with by default.
+        batch_size: images at a time in each process.
+        workers: data-loading processes.
+        precision: fp32, bf16 or fp16.
+        skip_bad_images: leave out images that cannot be read, instead of stopping.
+        per_class: the accuracy of each class as well.
+        confusion: a .png file to draw the confusion matrix into.
+        json: as JSON.
+    """
+    from accelerate import PartialState
+
+    from ..classification.evaluate import evaluate as evaluate_checkpoint
+    from ..classification.pictures import check_picture
+
+    if confusion is not None:
+        check_picture(confusion)
+    with _bar() as tell:
+        result = evaluate_checkpoint(
+            checkpoint,
+            data,
+            split,
+            size=size,
+            batch_size=batch_size,
+            workers=workers,
+            precision=precision,
+            skip_bad_images=skip_bad_images,
+            tell=tell,
+        )
+    PartialState().destroy_process_group()
+    if not PartialState().is_main_process:
+        return
+    if json:
+        print_json({"checkpoint": checkpoint, "data": data, "split": split, "size": size, **_plain(result, per_class)})
+    else:
+        _print_result(result, f"{checkpoint} on {data}, {split}", per_class)
+    if confusion is not None:
+        path = _draw(result, confusion)
+        if not json:
+            print_line(f"wrote {path}")
+
+
+@contextmanager
+def _bar() -> Iterator[Tell | None]:
+    """A bar on stderr; nothing if stderr is no terminal."""
+    terminal = Console(stderr=True)
+    if not terminal.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("evaluating"), BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=terminal, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _draw(result: Result, path: str) -> Path:
+    from ..classification.metrics import MOST_CONFUSABLE
+    from ..classification.pictures import draw_confusion
+
+    if result.confusion is None:
+        raise ValueError(f"confusions are counted up to {MOST_CONFUSABLE} classes; there are {len(result.seen)}")
+    return draw_confusion(result.confusion, result.classes, path)
+
+
+def _print_result(result: Result, title: str, per_class: bool) -> None:
+    values = (result.samples, f"{result.top1:.2f}", f"{result.top5:.2f}", f"{result.loss:.4f}")
+    print_line(title)
+    print_table("", ("images", "top-1 %", "top-5 %", "loss"), [values], left=0)
+    if result.skipped:
+        print_line(f"{result.skipped} images could not be read and were left out")
+    if per_class:
+        rows = zip(result.classes, result.per_class(), strict=True)
+        print_table("", ("class", "images", "top-1 %"), [(name, n, _number(top1)) for name, (top1, n) in rows])
+
+
+def _number(percent: float) -> str:
+    return "" if isnan(percent) else f"{percent:.2f}"
+
+
+def _plain(result: Result, per_class: bool) -> dict[str, Any]:
+    """The result as JSON data; a class without images has no accuracy."""
+    names = ("samples", "skipped", "top1", "top5", "loss")
+    data: dict[str, Any] = {name: getattr(result, name) for name in names}
+    if per_class:
+        data["classes"] = [
+            {"class": name, "samples": count, "top1": None if isnan(top1) else top1}
+            for name, (top1, count) in zip(result.classes, result.per_class(), strict=True)
+        ]
+    return data

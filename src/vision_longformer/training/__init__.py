@@ -1,0 +1,1 @@
+"""What classification and detection share: settings, optimisation, randomness, the run directory and the loop."""

@@ -1,0 +1,230 @@
+"""The training loop of classification and detection: steps, logs, evaluations, checkpoints, an end when asked."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from .averaging import WeightAverage
+from .backbone_schedule import BackboneSchedule
+from .distribution import agree, mean_over_processes, wrap
+from .interruption import Interruption
+from .optimizers import build_optimizer
+from .parameter_groups import parameter_groups
+from .randomness import derive
+from .run_directory import RunDirectory, load_state
+from .schedules import learning_rate
+from .settings import TrainSettings
+from .snapshot import Counters, restore, take
+from .task import Observer, Task, TrainingError
+
+
+class Interrupted(Exception):
+    """A run was asked to end by signal ``number``, and has saved its state."""
+
+    def __init__(self, number: int, step: int, run: Path) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
+        self.number, self.run = number, run
+
+
+class Training:
+    """One run of a task. All that it draws is a function of the step, so it goes on from any checkpoint as if it had
+    never stopped."""
+
+    def __init__(
+        self,
+        task: Task,
+        settings: TrainSettings,
+        run: RunDirectory,
+        accelerator: Accelerator,
+        schedule: BackboneSchedule,
+        observer: Observer,
+    ) -> None:
+        self.task, self.settings, self.run, self.accelerator = task, settings, run, accelerator
+        self.schedule, self.observer = schedule, observer
+        self.updates = task.batches_per_epoch // settings.accumulate
+        self.total = total_steps(settings, task.batches_per_epoch)
+        self.warmup = round(settings.warmup * self.updates)
+        optimizer = build_optimizer(parameter_groups(task.model, settings.weight_decay, settings.decay), settings)
+        self.model, self.optimizer = wrap(accelerator, task.model, optimizer)
+        self.average = None if settings.ema is None else WeightAverage(task.model, settings.ema)
+        self.counters = Counters()
+        self._sums: dict[str, torch.Tensor] = {}
+        self._saved_at = time.monotonic()
+        self._logged_at = (time.monotonic(), 0)
+
+    def train(self) -> dict[str, Any]:
+        """Run to the end, or until a signal; the last evaluation."""
+        self._restore()
+        self.observer.start(self.counters.step, self.total, self.updates)
+        with Interruption() as interruption:
+            try:
+                while self.counters.step < self.total:
+                    self._epoch(interruption)
+                    self._evaluate()
+                    self._save()
+                self._evaluate()
+                return self._finish()
+            except (OSError, RuntimeError) as error:
+                raise self._explained(error) from error
+            finally:
+                self.observer.close()
+
+    def _restore(self) -> None:
+        path = self.run.latest()
+        if path is None:
+            return
+        self.counters = restore(
+            load_state(path), self.task.model, self.optimizer.optimizer, self.average, self.accelerator.scaler
+        )
+        self._sums = {k: torch.tensor(v) for k, v in self.counters.sums.items()}
+        self._logged_at = (time.monotonic(), self.counters.step)
+        if self.accelerator.is_main_process:
+            self.run.forget_after(self.counters.step)
+
+    def _epoch(self, interruption: Interruption) -> None:
+        """From the current step to the end of its epoch or of the run."""
+        epoch, done = divmod(self.counters.step, self.updates)
+        if done == 0 and self.counters.evaluated < self.counters.step:
+            self._evaluate()
+        batches = self.task.batches(epoch, done * self.settings.accumulate)
+        for step_of_epoch in range(done, min(self.updates, done + self.total - self.counters.step)):
+            self._step(epoch, step_of_epoch, batches)
+            signal_number, due = agree(self.accelerator, interruption.requested, self._save_is_due())
+            if signal_number:
+                self._save()
+                raise Interrupted(signal_number, self.counters.step, self.run.path)
+            if due and step_of_epoch + 1 < self.updates:
+                self._save()
+
+    def _step(self, epoch: int, step_of_epoch: int, batches: Iterator[Any]) -> None:
+        settings, step = self.settings, self.counters.step
+        torch.manual_seed(derive(settings.seed, "step", step, self.accelerator.process_index))
+        self.schedule.before_step(step, epoch, step_of_epoch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step, self.total, self.warmup)
+        self.model.train()
+        for part, batch in enumerate(islice(batches, settings.accumulate)):
+            self._backward(batch, step * settings.accumulate + part, last=part + 1 == settings.accumulate)
+        if settings.clip_norm is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.counters.step += 1
+        if self.average is not None:
+            self.average.update(self.counters.step)
+        self.observer.step(self.counters.step)
+        if self.counters.step % settings.log_every == 0 or self.counters.step == self.total:
+            self._log(epoch)
+
+    def _backward(self, batch: Any, place: int, *, last: bool) -> None:
+        self.schedule.before_forward(place)
+        with nullcontext() if last else self.accelerator.no_sync(self.model):
+            with self.accelerator.autocast():
+                loss, values = self.task.loss(self.model, batch, place)
+            self.accelerator.backward(loss / self.settings.accumulate)
+        for name, value in {"loss": loss, **values}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value.detach().float()
+        self._sums["parts"] = self._sums.get("parts", torch.zeros(())) + 1
+
+    # Logs, evaluations, checkpoints
+
+    def _log(self, epoch: int) -> None:
+        step, (before, earlier) = self.counters.step, self._logged_at
+        sums = mean_over_processes(self.accelerator, self._sums)
+        parts = sums.pop("parts")
+        now = time.monotonic()
+        values = {name: value / parts for name, value in sums.items()}
+        self._check(values["loss"])
+        rate = (step - earlier) * self.settings.batch_size / max(now - before, 1e-9)
+        lr = self.optimizer.param_groups[0]["lr"]
+        record = {"step": step, "epoch": epoch, "lr": lr, **values, "images_per_second": round(rate, 1)}
+        if self.accelerator.is_main_process:
+            self.run.record(record)
+        self.observer.logged(record)
+        self._sums, self._logged_at = {}, (now, step)
+
+    def _check(self, loss: float) -> None:
+        if loss != loss or loss in (float("inf"), float("-inf")):
+            raise TrainingError(
+                f"the loss is {loss} around step {self.counters.step}; {self._intact()}, from which a run with a lower "
+                "lr, a longer warmup or clip_norm may be started"
+            )
+
+    def _evaluate(self) -> None:
+        """At the end of an epoch that is due, and of the run; not twice at a step."""
+        epoch, rest = divmod(self.counters.step, self.updates)
+        last = self.counters.step == self.total
+        due = last or (rest == 0 and epoch % self.settings.eval_every == 0)
+        if not due or self.counters.evaluated == self.counters.step:
+            return
+        with nullcontext() if self.average is None else self.average.applied():
+            results = self.task.evaluate(self.observer.evaluating)
+            best = self.counters.best is None or results[self.task.score] > self.counters.best
+            if best:
+                self.counters.best = results[self.task.score]
+                self._save_model("best")
+            if last:
+                self._save_model("last")
+        self.counters.evaluated = self.counters.step
+        record = {"step": self.counters.step, "epoch": epoch, "evaluation": results}
+        if self.accelerator.is_main_process:
+            self.run.record(record)
+        self.observer.evaluated(record, best)
+        self._logged_at = (time.monotonic(), self.counters.step)
+
+    def _save_model(self, name: str) -> None:
+        self.task.save(self.run.path / f"{name}.safetensors")
+
+    def _save_is_due(self) -> bool:
+        return time.monotonic() - self._saved_at > 60 * self.settings.checkpoint_minutes
+
+    def _save(self) -> None:
+        if self._sums:
+            self._check(float(self._sums["loss"]))
+        self.counters.sums = {name: float(value) for name, value in self._sums.items()}
+        state = take(self.task.model, self.optimizer.optimizer, self.average, self.counters, self.accelerator.scaler)
+        if self.accelerator.is_main_process:
+            self.run.save(self.counters.step, state)
+        self.accelerator.wait_for_everyone()
+        self._saved_at = time.monotonic()
+
+    def _finish(self) -> dict[str, Any]:
+        evaluations = [line["evaluation"] for line in self.run.records() if "evaluation" in line]
+        return dict(evaluations[-1])
+
+    # What went wrong
+
+    def _explained(self, error: OSError | RuntimeError) -> Exception:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return TrainingError(f"the disk is full; {self._intact()}: make room and go on by --resume {self.run.path}")
+        if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+            return TrainingError(
+                f"a data-loading process died (often for want of memory); {self._intact()}: go on by "
+                f"--resume {self.run.path}, or start again with fewer workers"
+            )
+        return error
+
+    def _intact(self) -> str:
+        path = self.run.latest()
+        return "there is no checkpoint yet" if path is None else f"the checkpoint {path} is intact"
+
+
+def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:
+    """Optimiser steps of a run."""
+    updates = batches_per_epoch // settings.accumulate
+    if updates == 0:
+        raise ValueError(
+            f"an epoch has {batches_per_epoch} batches per process, fewer than accumulate={settings.accumulate}; use a "
+            "smaller batch_size"
+        )
+    return settings.steps or settings.epochs * updates
