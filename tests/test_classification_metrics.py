@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import SMALL_MODELS
 from torch import Tensor, distributed, nn
 
 from vision_longformer.classification import metrics
-from vision_longformer.classification.evaluate import evaluate_model
+from vision_longformer.classification.evaluate import evaluate_model, in_step
 from vision_longformer.classification.metrics import Result, Score
 
 
@@ -102,6 +103,19 @@ def test_processes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert got[:3] == expected[:3]
     assert got.loss == pytest.approx(expected.loss, rel=1e-12)
     assert all(torch.equal(a, b) for a, b in zip(got[4:7], expected[4:7], strict=True))
+
+
+def test_processes_run_as_many_batches_as_the_one_with_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one has a batch, the other three; those to spare are run and not counted."""
+    others = iter([1, 1, 1, 0])
+    monkeypatch.setattr(distributed, "all_reduce", lambda flag: flag.add_(next(others)))
+    own = torch.ones(2, 3, 64, 64), torch.tensor([1, 4])
+    first, *spare = in_step([own], SMALL_MODELS["two_stages"], torch.device("cpu"))
+    assert first is own
+    assert [(images.shape, len(labels)) for images, labels in spare] == [((1, 3, 64, 64), 0)] * 2
+    score = Score(5, "cpu")
+    score.add(torch.randn(1, 5)[:0], spare[0][1])
+    assert score.result().samples == 0
 
 
 class _Data:

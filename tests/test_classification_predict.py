@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import ArgumentError
 from pathlib import Path
 
 import numpy as np
@@ -282,6 +283,11 @@ def test_predict_command(checkpoint: Path, photo: Path, tmp_path: Path, capsys: 
         (prediction.file, prediction.labels, prediction.probabilities) for prediction in expected
     ]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["photo.png", "second.png"]
+
+
+def test_images_must_be_given(checkpoint: Path) -> None:
+    with pytest.raises(ArgumentError, match="images"):
+        _vil("predict", checkpoint)
 
 
 def test_pictures_are_refused_before_the_work(checkpoint: Path, photo: Path, tmp_path: Path) -> None:

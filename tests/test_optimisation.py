@@ -263,7 +263,7 @@ def test_release_groups_of_real_configurations(name: str) -> None:
     ("trace", "settings"),
     [
         ("cosine_max100_min1e-6_wf0.002_wi10", TrainSettings(schedule="release_cosine")),
-        ("linear_max100_min1e-6_wf0.002_wi10", TrainSettings(schedule="release_linear")),
+        ("linear_max100_min1e-6_wf0.002_wi10", TrainSettings(schedule="linear")),
         (
             "multistep_30_60_g0.1_wf0.333_wi10",
             TrainSettings(schedule="multistep", milestones=(0.3, 0.6), warmup_factor=1 / 3),

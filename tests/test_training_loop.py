@@ -203,7 +203,7 @@ def test_a_dead_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         yield
 
     monkeypatch.setattr(ToyTask, "batches", dying)
-    with pytest.raises(TrainingError, match="a data-loading process died .*; there is no checkpoint yet"):
+    with pytest.raises(TrainingError, match=r"a data-loading process died .*; there is no checkpoint yet"):
         training(tmp_path / "run").train()
 
 

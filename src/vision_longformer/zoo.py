@@ -96,8 +96,8 @@ def flat_config(size: str, position: str = "absolute") -> ModelConfig:
 def micro_config() -> ModelConfig:
     """A small Vision Longformer of two stages for images of 32×32."""
     stages = (
-        StageConfig(64, 2, 2, 2, cfg.Longformer(window=4), 1, "relative"),
-        StageConfig(128, 4, 4, 2, cfg.Longformer(window=4), 1, "relative"),
+        StageConfig(64, 2, 2, 4, cfg.Longformer(window=4), 1, "relative"),
+        StageConfig(128, 2, 4, 2, cfg.Longformer(window=4), 1, "relative"),
     )
     return ModelConfig(stages, img_size=(32, 32), num_classes=10)
 

@@ -83,4 +83,3 @@ def _config(path: Path, metadata: dict[str, str]) -> ModelConfig:
         return ModelConfig.from_dict(json.loads(metadata["config"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} holds no readable configuration ({error}); nothing was loaded") from error
-

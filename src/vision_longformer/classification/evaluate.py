@@ -92,7 +92,7 @@ def evaluate_model(
     training = plain.training
     score = Score(len(data.classes), device)
     processes = distributed.get_world_size() if distributed.is_initialized() else 1
-    batches = data.batches() if processes == 1 else _in_step(data.batches(), plain.config, device)
+    batches = data.batches() if processes == 1 else in_step(data.batches(), plain.config, device)
     plain.eval()
     done = 0
     try:
@@ -110,7 +110,7 @@ def evaluate_model(
     return score.result()._replace(classes=data.classes)
 
 
-def _in_step(
+def in_step(
     batches: Iterable[tuple[Tensor, Tensor]], config: Any, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """As many batches in each process as in the one with the most, for running a sharded model is a joint effort.

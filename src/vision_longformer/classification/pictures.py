@@ -25,6 +25,9 @@ MOST_NUMBERED = 40
 COLUMNS = 8
 """Images in a row of a page."""
 
+MOST_BARS = 10
+"""Classes that there is room for beside an image."""
+
 LARGEST_DRAWN = 1200
 """Pixels along an image's longer side that a picture has use for."""
 
@@ -47,7 +50,7 @@ def draw_confusion(confusion: Tensor, classes: Sequence[str], path: str | Path, 
         _write_counts(axes, confusion, shares)
     bar = figure.colorbar(heat, ax=axes, shrink=0.7, pad=0.02, format=PercentFormatter(1, decimals=0))
     bar.set_label("share of the true class", color=QUIET)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     axes.set_xlabel("predicted", color=QUIET)
     axes.set_ylabel("true", color=QUIET)
     total = int(seen.sum())
@@ -94,9 +97,10 @@ def draw_predictions(
 
     ``labels``, ``predictions`` and ``probabilities`` (of the predicted classes) are (n,).
     """
-    rows = math.ceil(len(images) / COLUMNS)
-    figure = Figure(figsize=(1.75 * COLUMNS, 2.25 * rows + 0.7), layout="constrained")
-    panels = figure.subplots(rows, COLUMNS, squeeze=False)
+    columns = min(len(images), COLUMNS)
+    rows = math.ceil(len(images) / columns)
+    figure = Figure(figsize=(1.75 * columns, 2.25 * rows + 0.7), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
     wrong = int((labels != predictions).sum())
     figure.suptitle(
         f"{len(images)} images, {wrong} of them taken for something else (framed)", fontsize=13, weight="bold"
@@ -128,15 +132,16 @@ def draw_prediction(image: Image.Image, prediction: Prediction, path: str | Path
 
 
 def _bars(axes: Axes, prediction: Prediction) -> None:
-    """A bar per class with the name above it and the probability behind it; the best one in colour."""
-    for place, (label, probability) in enumerate(zip(prediction.labels, prediction.probabilities, strict=True)):
+    """A bar for each of the first classes, with name and probability above it; the best one in colour."""
+    chances = list(zip(prediction.labels, prediction.probabilities, strict=True))[:MOST_BARS]
+    for place, (label, probability) in enumerate(chances):
         best = place == 0
         axes.barh(place, 1, height=0.34, color="#eceff3")
         axes.barh(place, probability, height=0.34, color=RIGHT if best else "#9aa7b5")
         axes.text(0, place - 0.28, shorten(label, 36, placeholder="…"), va="bottom", weight="bold" if best else None)
         axes.text(1, place - 0.28, f"{probability:.1%}", va="bottom", ha="right", color=QUIET)
     axes.set_xlim(0, 1)
-    axes.set_ylim(max(5, len(prediction.labels)) - 0.4, -0.75)
+    axes.set_ylim(max(5, len(chances)) - 0.4, -0.75)
     axes.set_axis_off()
 
 
@@ -156,7 +161,7 @@ def save_picture(figure: Figure, path: str | Path, *, overwrite: bool = False) -
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        figure.savefig(temporary, format="png", dpi=120)
+        figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight", pad_inches=0.15)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -76,7 +76,7 @@ def train(
     return _run(task, run, observer)
 
 
-def resume_run(run: str | Path, *, observer: Observer | None = None) -> Trained:
+def resume(run: str | Path, *, observer: Observer | None = None) -> Trained:
     """Go on with an interrupted run from its last checkpoint, as if it had not been interrupted."""
     directory = RunDirectory.reopen(Path(run))
     path = str(directory.path / RECIPE)

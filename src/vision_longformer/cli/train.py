@@ -8,16 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..classification.estimate import estimate
-from ..classification.train import Trained, resolve, resume_run
+from ..classification.train import Trained, resolve
+from ..classification.train import resume as resume_run
 from ..classification.train import train as train_classifier
 from ..training.loop import Interrupted
 from ..training.recipes import parse_values, to_yaml
 from .output import log_lines, print_line, print_table
 from .training_progress import TrainingProgress, duration
 
+QUICK_START = "quickstart"
+
 
 def train(
-    recipe: str = "quickstart",
+    recipe: str | None = None,
     /,
     resume: str | None = None,
     output: str | None = None,
@@ -32,16 +35,16 @@ def train(
     vision_longformer train …'. Ctrl-C saves and ends.
 
     Args:
-        recipe: a name from 'vil recipes' or a .yaml file of your own.
+        recipe: a name from 'vil recipes' or a .yaml file of your own; quickstart by default.
         resume: a run directory to go on with; it takes no other arguments.
         output: the run directory, runs/RECIPE-1 or the next free number by default.
         dry_run: print the resolved settings, the schedule, and what it would take on this machine; train nothing.
     """
     changes = parse_values(settings)
     if dry_run:
-        _print_plan(recipe, changes)
+        _print_plan(recipe or QUICK_START, changes)
         return
-    if resume is not None and (changes or output or recipe != "quickstart"):
+    if resume is not None and (changes or output or recipe):
         raise ValueError("--resume goes on with a run as it was; it takes no recipe, settings or other options")
     observer = TrainingProgress("top1", "%")
     try:
@@ -49,7 +52,7 @@ def train(
             if resume is not None:
                 trained = resume_run(resume, observer=observer)
             else:
-                trained = train_classifier(recipe, output=output, observer=observer, **changes)
+                trained = train_classifier(recipe or QUICK_START, output=output, observer=observer, **changes)
     except Interrupted as interruption:
         if _is_first_process():
             print(f"{interruption}; go on by: vil train --resume {interruption.run}", file=sys.stderr)

@@ -1,15 +1,21 @@
-"""Several processes, through accelerate: how a model is wrapped, and how processes agree."""
+"""Several processes, through accelerate and FSDP2: how a model is distributed, and how processes agree."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from ..model.block import Block
+from .optimizers import build_optimizer
+from .parameter_groups import parameter_groups
 from .settings import TrainSettings
 
 
@@ -19,14 +25,8 @@ def make_accelerator(settings: TrainSettings) -> Accelerator:
     if settings.precision == "fp16" and not cuda:
         raise ValueError("precision fp16 needs a GPU; use bf16 or fp32 here")
     AcceleratorState._reset_state()
-    plugin = None
-    if settings.strategy == "fsdp":
-        from accelerate import FullyShardedDataParallelPlugin
-
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-        plugin.transformer_cls_names_to_wrap = ["Block"]
     precision = {"fp32": "no"}.get(settings.precision, settings.precision)
-    accelerator = Accelerator(cpu=not cuda, mixed_precision=precision, fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=not cuda, mixed_precision=precision)
     parts = accelerator.num_processes * settings.accumulate
     if settings.batch_size % parts:
         raise ValueError(
@@ -36,9 +36,31 @@ def make_accelerator(settings: TrainSettings) -> Accelerator:
     return accelerator
 
 
-def wrap(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
-    """The model and the optimiser to train with."""
+def distribute(accelerator: Accelerator, model: nn.Module, settings: TrainSettings) -> tuple[nn.Module, Any]:
+    """The model to train with, replicated (DDP) or sharded in place by blocks (FSDP2), and its optimiser."""
+    sharded = settings.strategy == "fsdp" and accelerator.num_processes > 1
+    if sharded:
+        model.to(accelerator.device)
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        for module in [part for part in model.modules() if isinstance(part, Block)]:
+            fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = build_optimizer(parameter_groups(model, settings.weight_decay, settings.decay), settings)
+    if sharded:
+        return model, accelerator.prepare_optimizer(optimizer)
     return accelerator.prepare(model, optimizer)
+
+
+@contextmanager
+def without_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """Gradients are added up in each process only, until the last part of a batch."""
+    if not isinstance(model, FSDPModule):
+        with accelerator.no_sync(model):
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
 
 
 def agree(accelerator: Accelerator, signal_number: int, save: bool) -> tuple[int, bool]:

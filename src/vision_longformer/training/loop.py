@@ -16,10 +16,8 @@ from accelerate import Accelerator
 
 from .averaging import WeightAverage
 from .backbone_schedule import BackboneSchedule
-from .distribution import agree, mean_over_processes, wrap
+from .distribution import agree, distribute, mean_over_processes, without_sync
 from .interruption import Interruption
-from .optimizers import build_optimizer
-from .parameter_groups import parameter_groups
 from .randomness import derive
 from .run_directory import RunDirectory, load_state
 from .schedules import learning_rate
@@ -54,8 +52,7 @@ class Training:
         self.updates = task.batches_per_epoch // settings.accumulate
         self.total = total_steps(settings, task.batches_per_epoch)
         self.warmup = round(settings.warmup * self.updates)
-        optimizer = build_optimizer(parameter_groups(task.model, settings.weight_decay, settings.decay), settings)
-        self.model, self.optimizer = wrap(accelerator, task.model, optimizer)
+        self.model, self.optimizer = distribute(accelerator, task.model, settings)
         self.average = None if settings.ema is None else WeightAverage(task.model, settings.ema)
         self.counters = Counters()
         self._sums: dict[str, torch.Tensor] = {}
@@ -128,7 +125,7 @@ class Training:
 
     def _backward(self, batch: Any, place: int, *, last: bool) -> None:
         self.schedule.before_forward(place)
-        with nullcontext() if last else self.accelerator.no_sync(self.model):
+        with nullcontext() if last else without_sync(self.accelerator, self.model):
             with self.accelerator.autocast():
                 loss, values = self.task.loss(self.model, batch, place)
             self.accelerator.backward(loss / self.settings.accumulate)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..errors import check_at_least, check_choice
 
 OPTIMIZERS = ("adamw", "sgd", "release_adamw", "release_qhm")
-SCHEDULES = ("cosine", "linear", "multistep", "constant", "release_cosine", "release_linear")
+SCHEDULES = ("cosine", "linear", "multistep", "constant", "release_cosine")
 PRECISIONS = ("fp32", "bf16", "fp16")
 DECAYS = ("matrices", "release", "all")
 STRATEGIES = ("ddp", "fsdp")
@@ -34,7 +34,7 @@ class TrainSettings:
         weight_decay: decoupled for adamw.
         decay: what decays: matrices (no biases, norms, tokens, position tables), release (its grouping) or all.
         clip_norm: largest norm of the whole gradient; None for no limit.
-        schedule: cosine, linear, multistep, constant; release_cosine and release_linear count warm-up steps too.
+        schedule: cosine, linear, multistep, constant; release_cosine counts the steps of warm-up too.
         warmup: epochs of linear warm-up.
         warmup_factor: of the first step's learning rate.
         min_lr: where the schedule ends.

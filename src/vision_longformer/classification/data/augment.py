@@ -6,7 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from PIL import Image
-from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
+from timm.data.auto_augment import (
+    AugmentOp,
+    augment_and_mix_transform,
+    auto_augment_transform,
+    posterize,
+    rand_augment_transform,
+)
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import (
     RandomResizedCropAndInterpolation,
@@ -81,11 +87,25 @@ def _policy(recipe: ClassificationRecipe, preprocessing: Preprocessing) -> Any:
         options["interpolation"] = str_to_pil_interp(recipe.interpolation)
     try:
         if name.startswith("rand"):
-            return rand_augment_transform(name, options)
-        if name.startswith("augmix"):
-            return augment_and_mix_transform(name, {**options, "translate_pct": 0.3})
-        return auto_augment_transform(name, options)
+            policy = rand_augment_transform(name, options)
+        elif name.startswith("augmix"):
+            policy = augment_and_mix_transform(name, {**options, "translate_pct": 0.3})
+        else:
+            policy = auto_augment_transform(name, options)
     except (AssertionError, KeyError, ValueError) as error:
         raise ValueError(
             f"auto_augment is {name!r}, which timm does not know; an example is rand-m9-mstd0.5-inc1"
         ) from error
+    for operation in _operations(policy):
+        if operation.name.startswith("Posterize"):
+            operation.aug_fn = _posterize
+    return policy
+
+
+def _operations(policy: Any) -> list[AugmentOp]:
+    return policy.ops if hasattr(policy, "ops") else [operation for pair in policy.policy for operation in pair]
+
+
+def _posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
+    """timm asks for 0 bits at times, which is black, and which newer versions of Pillow refuse."""
+    return posterize(image, bits) if bits else Image.new(image.mode, image.size)

@@ -12,6 +12,10 @@ Batch = tuple[Tensor, Tensor]
 """Normalised images (b, C, H, W), float32, and labels (b,), int64."""
 
 
+class DataError(ValueError):
+    """Data that is not as it should be, which is found out when it is read."""
+
+
 @dataclass(frozen=True)
 class Process:
     """One of the processes that train together."""

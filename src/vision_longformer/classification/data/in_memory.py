@@ -65,17 +65,16 @@ def _stored_images(arrays: np.ndarray, recipe: ClassificationRecipe, preprocessi
     """(N, H, W[, 3]) as (N, C, H', W'), uint8: resized and padded, so that augmentation only has to crop."""
     images = torch.from_numpy(arrays)
     images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
-    if len(preprocessing.mean) == 1 and images.shape[1] == 3:
-        images = _grey(images)
-    images = images.expand(-1, len(preprocessing.mean), -1, -1)
     resize = resize_before_crop(recipe, preprocessing)
-    images = torch.cat([resize(part) for part in images.split(RESIZED_AT_ONCE)])
+    channels = len(preprocessing.mean)
+    images = torch.cat([_with_channels(resize(part), channels) for part in images.split(RESIZED_AT_ONCE)])
     vertical, horizontal = crop_padding(recipe, preprocessing.size)
     return functional.pad(images, (horizontal, horizontal, vertical, vertical))
 
 
-def _grey(images: Tensor) -> Tensor:
-    """(N, 3, H, W) to (N, 1, H, W) by the weights, in 1/65536, that Pillow has for red, green and blue."""
-    weights = torch.tensor([19595, 38470, 7471], dtype=torch.int32).view(3, 1, 1)
-    parts = [((part.int() * weights).sum(1, keepdim=True) + 32768) >> 16 for part in images.split(RESIZED_AT_ONCE)]
-    return torch.cat(parts).to(torch.uint8)
+def _with_channels(images: Tensor, channels: int) -> Tensor:
+    """(N, 1 or 3, H, W) to (N, ``channels``, H, W); colours become grey by Pillow's weights, which are in 1/65536."""
+    if channels == 1 and images.shape[1] == 3:
+        weights = torch.tensor([19595, 38470, 7471], dtype=torch.int32).view(3, 1, 1)
+        return (((images.int() * weights).sum(1, keepdim=True) + 32768) >> 16).to(torch.uint8)
+    return images.expand(-1, channels, -1, -1)

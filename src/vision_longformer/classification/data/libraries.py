@@ -11,6 +11,7 @@ from PIL import Image
 
 from ..images import decode_image
 from .arrays import ArraySource
+from .contract import DataError
 from .source import Source
 from .splits import TRAINING
 
@@ -31,7 +32,7 @@ class ReaderSource:
     def read(self, index: int) -> tuple[Image.Image, int]:
         image, label = self._items[index]
         if not 0 <= label < len(self.classes):
-            raise ValueError(
+            raise DataError(
                 f"label {label} of image {index} of {self._name} is out of range; "
                 f"the {len(self.classes)} classes have the numbers 0 to {len(self.classes) - 1}"
             )

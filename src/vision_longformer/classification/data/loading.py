@@ -11,9 +11,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..images import ImageError
+from .contract import DataError
 
 UNREADABLE = (ImageError, FileNotFoundError)
 """Errors of an image that ``skip_bad_images`` passes over."""
+
+USERS_MISTAKES = (DataError, ImageError, OSError)
+"""Errors that are sentences, to be passed on as they are."""
 
 
 class Loaded(NamedTuple):
@@ -42,7 +46,7 @@ class BatchDataset(Dataset[Any]):
     def __getitem__(self, wanted: Any) -> Loaded | Exception:
         try:
             return self._make(wanted)
-        except (ValueError, OSError) as error:
+        except USERS_MISTAKES as error:
             return error
 
 
@@ -67,7 +71,10 @@ def loaded(loader: Iterable[Loaded | Exception]) -> Iterator[Loaded]:
     """The loader's batches; what went wrong in a worker is raised here."""
     for item in loader:
         if isinstance(item, Exception):
-            raise item
+            try:
+                raise item
+            finally:
+                del item  # its traceback holds this frame: a cycle, in which workers would outlive the loader
         yield item
 
 

@@ -11,7 +11,7 @@ from ...training.randomness import derive, seeded
 from ..preprocessing import Preprocessing
 from ..recipe import ClassificationRecipe
 from .augment import image_augmentation
-from .contract import Batch, Process
+from .contract import Batch, DataError, Process
 from .loading import UNREADABLE, BatchDataset, Loaded, batch_loader, loaded
 from .order import Batching, epoch_order, eval_batch
 from .source import Source
@@ -49,7 +49,7 @@ class AugmentedSamples:
             except UNREADABLE:
                 if not self._recipe.skip_bad_images:
                     raise
-        raise ValueError(f"none of the images of {self._recipe.data} can be read")
+        raise DataError(f"none of the images of {self._recipe.data} can be read")
 
     def _epoch_order(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:

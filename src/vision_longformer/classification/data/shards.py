@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from timm.data.readers.img_extensions import get_img_extensions
 
+from .contract import DataError
 from .splits import check_undivided, split_names
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -72,7 +73,7 @@ def shard_samples(shard: str, num_classes: int) -> Iterator[Sample]:
         name = f"{shard}/{key}"
         image = next((content for kind, content in parts.items() if kind.rpartition(".")[2] in images), None)
         if image is None:
-            raise ValueError(f"{name} has no image, only {', '.join(parts)}")
+            raise DataError(f"{name} has no image, only {', '.join(parts)}")
         yield Sample(name, image, _label(name, parts, num_classes))
 
 
@@ -110,7 +111,7 @@ def _refusing_damage(shard: str) -> Iterator[None]:
     try:
         yield
     except (tarfile.TarError, EOFError) as error:
-        raise ValueError(f"shard {shard} is not a whole tar file ({error})") from error
+        raise DataError(f"shard {shard} is not a whole tar file ({error})") from error
 
 
 def _key(path: str) -> tuple[str, str]:
@@ -122,16 +123,16 @@ def _key(path: str) -> tuple[str, str]:
 
 def _label(name: str, parts: dict[str, bytes], num_classes: int) -> int:
     if "cls" not in parts and "json" not in parts:
-        raise ValueError(f"{name} has no label, only {', '.join(parts)}; there should be a .cls or .json file")
+        raise DataError(f"{name} has no label, only {', '.join(parts)}; there should be a .cls or .json file")
     try:
         label: Any = json.loads(parts["cls"] if "cls" in parts else parts["json"])
         if isinstance(label, dict):
             label = label["label"] if "label" in label else label["cls"]
         label = operator.index(label)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the label of {name} is not a whole number ({error})") from error
+        raise DataError(f"the label of {name} is not a whole number ({error})") from error
     if not 0 <= label < num_classes:
-        raise ValueError(
+        raise DataError(
             f"label {label} of {name} is out of range; the {num_classes} classes are 0 to {num_classes - 1}"
         )
     return label

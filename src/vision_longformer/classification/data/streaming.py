@@ -20,8 +20,8 @@ from ..images import ImageError, decode_image
 from ..preprocessing import Preprocessing
 from ..recipe import ClassificationRecipe
 from .augment import image_augmentation
-from .contract import Batch, Process
-from .loading import UNREADABLE, Loaded, batch_loader, loaded
+from .contract import Batch, DataError, Process
+from .loading import UNREADABLE, USERS_MISTAKES, Loaded, batch_loader, loaded
 from .order import Batching, eval_batch
 from .shards import Sample, count_samples, find_shards, shard_samples, shuffled
 
@@ -36,7 +36,7 @@ class Stream(IterableDataset[Any]):
         info = get_worker_info()
         try:
             yield from self._batches(*(0, 1) if info is None else (info.id, info.num_workers))
-        except (ValueError, OSError) as error:
+        except USERS_MISTAKES as error:
             yield error
 
     def _batches(self, worker: int, workers: int) -> Iterator[Loaded]:
@@ -105,7 +105,7 @@ class _TrainStream(Stream):
             for sample in shuffled(stream, generator, SHUFFLED_AT_ONCE):
                 found = True
                 yield sample
-        raise ValueError(f"there are no samples in {', '.join(own)}")
+        raise DataError(f"there are no samples in {', '.join(own)}")
 
     def _augmented(self, samples: list[Sample], positions: range) -> Loaded:
         """A batch; a bad image, if such are skipped, is replaced by the next good one of the batch.
