@@ -22,7 +22,7 @@ class ClassificationRecipe(TrainSettings):
     Args:
         about: what the recipe is for, in a line.
         model: a name from 'vil models'.
-        model_options: fields of the model's configuration to change, such as {"global_pool": "token"}.
+        model_options: fields of the model's configuration to change, such as {"global_pool": "token"}; stages as data.
         image_size: side of the square images; None for the model's own.
         drop_path: rate of dropped residual branches in the last block; it grows linearly with depth.
         neighbours: what local attention sees in training: all, self, or random (random shift).
@@ -113,4 +113,7 @@ class ClassificationRecipe(TrainSettings):
         changes: dict[str, Any] = {"num_classes": num_classes, "drop_path_rate": self.drop_path}
         if self.image_size is not None:
             changes["img_size"] = (self.image_size, self.image_size)
-        return model_config(self.model).override(**{**changes, "neighbours": self.neighbours, **self.model_options})
+        options = dict(self.model_options)
+        if "stages" in options:
+            options["stages"] = ModelConfig.from_dict({"stages": options["stages"]}).stages
+        return model_config(self.model).override(**{**changes, "neighbours": self.neighbours, **options})

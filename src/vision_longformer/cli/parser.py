@@ -61,10 +61,16 @@ def run_command(program: str, group: Group, argv: list[str], version: str) -> No
         path.append(name)
         command = command.commands[name]
     parser = _command_parser(" ".join(path), command)
-    argv, settings = _take_settings(command, argv)
+    argv, settings = _take_settings(command, [_underscored(argument) for argument in argv])
     arguments = parser.instantiate(parser.parse_args(argv))
     positional, options = _split(command, arguments.as_dict())
     command(*positional, **options, **settings)
+
+
+def _underscored(argument: str) -> str:
+    """``--dry-run=x-y`` as ``--dry_run=x-y``: either spelling of an option's name will do."""
+    name, equals, value = argument.partition("=")
+    return name[:2] + name[2:].replace("-", "_") + equals + value if argument.startswith("--") else argument
 
 
 def _take_settings(function: Function, argv: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -77,7 +83,6 @@ def _take_settings(function: Function, argv: list[str]) -> tuple[list[str], dict
     while waiting:
         argument = waiting.pop(0)
         key, _, value = argument.removeprefix("--").partition("=")
-        key = key.replace("-", "_")
         if not argument.startswith("--") or key in named:
             rest.append(argument)
             continue
