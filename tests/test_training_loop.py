@@ -268,7 +268,7 @@ def test_average_of_weights() -> None:
 
 def test_schedule_of_shift_and_features() -> None:
     model = VisionLongformer(small_config())
-    schedule = BackboneSchedule(model, seed=0, shift_until=30, redraw_every=paper_redraw)
+    schedule = BackboneSchedule(model, seed=0, shift_until=30, redraw_is_due=paper_redraw)
     features, redrawn = model.state_dict()["stages.1.blocks.0.attn.features"].clone(), []
     for step in range(36):
         epoch, of_epoch = divmod(step, 12)

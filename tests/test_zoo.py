@@ -25,13 +25,16 @@ def test_every_model_is_registered_in_timm() -> None:
         name for family in ("vision_longformer*", "evit_*_patch16", "msvit_*") for name in timm.list_models(family)
     ]
     assert sorted(names) == sorted(MODELS)
-    assert len(timm.list_models("vision_longformer*")) == 26
+    assert len(timm.list_models("vision_longformer*")) == 27
     assert len(timm.list_models("msvit_*")) == 2 * 7 * 12
     for name in names:
         assert timm.models.get_pretrained_cfg(name).input_size == (3, *MODELS[name].img_size)
 
 
-@pytest.mark.parametrize("name", timm.list_models("vision_longformer*"))
+PAPER = [name for name in MODELS if name != "vision_longformer_micro"]
+
+
+@pytest.mark.parametrize("name", [name for name in PAPER if name.startswith("vision_longformer")])
 def test_longformer_in_every_stage(name: str) -> None:
     """One global token but for the last stage; windows 15, or 13, 17, 25 and 25 at 384; heads of 32, 48 or 64."""
     config = MODELS[name]
@@ -70,7 +73,15 @@ def released_names() -> dict[str, str]:
     return pairs
 
 
-@pytest.mark.parametrize("name", MODELS)
+def test_the_micro_model() -> None:
+    """Ours, for small images: 0.3 million parameters, a map of 4×4 at the end."""
+    model = VisionLongformer(model_config("vision_longformer_micro"), num_classes=10)
+    assert sum(p.numel() for p in model.parameters()) == 287242
+    assert [info["reduction"] for info in model.feature_info] == [4, 8]
+    assert [tuple(grid) for grid in model.config.grids((28, 28))] == [(7, 7), (4, 4)]
+
+
+@pytest.mark.parametrize("name", PAPER)
 def test_a_named_model_builds(name: str) -> None:
     """On the meta device: strides up to 32 (16 if flat), and the number of parameters that the release has."""
     config = model_config(name)

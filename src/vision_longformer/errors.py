@@ -29,3 +29,9 @@ def check_at_least(what: str, value: object, least: int) -> None:
     """Raise unless ``value`` is a whole number of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{what} is {value!r}; it must be a whole number of at least {least}")
+
+
+def check_fraction(what: str, value: float) -> None:
+    """Raise unless ``value`` is between 0 and 1."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{what} is {value}; it must be between 0 and 1")

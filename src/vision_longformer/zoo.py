@@ -94,12 +94,12 @@ def flat_config(size: str, position: str = "absolute") -> ModelConfig:
 
 
 def micro_config() -> ModelConfig:
-    """A small Vision Longformer of two stages for images of 32×32."""
-    stages = (
-        StageConfig(64, 2, 2, 4, cfg.Longformer(window=4), 1, "relative"),
-        StageConfig(128, 2, 4, 2, cfg.Longformer(window=4), 1, "relative"),
+    """A small Vision Longformer of two stages, with strides 4 and 8, for images of about 32×32."""
+    stages = tuple(
+        StageConfig(dim, 1, dim // 32, patch, cfg.Longformer(window=2), 1, "absolute")
+        for dim, patch in ((64, 4), (128, 2))
     )
-    return ModelConfig(stages, img_size=(32, 32), num_classes=10)
+    return ModelConfig(stages, img_size=(32, 32), norm_embed=False)
 
 
 def _mechanism(name: str, stage: int) -> cfg.AttentionConfig:

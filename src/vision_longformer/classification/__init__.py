@@ -1,8 +1,9 @@
 """Image classification: train, evaluate and predict, as the commands of the same names do."""
 
+from ..training.runs import Trained
 from .evaluate import evaluate
 from .predict import Prediction, predict
 from .recipe import ClassificationRecipe
-from .train import Trained, resume, train
+from .train import resume, train
 
 __all__ = ["ClassificationRecipe", "Prediction", "Trained", "evaluate", "predict", "resume", "train"]

@@ -46,7 +46,7 @@ def estimate(recipe: ClassificationRecipe) -> Estimate:
     seconds, activations = _trial(model)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     moments = 1 if recipe.optimizer in ("sgd", "release_qhm") else 2
-    warmup = round(recipe.warmup * updates)
+    warmup = recipe.count_warmup(updates)
     marks = sorted({0, warmup, steps // 4, steps // 2, 3 * steps // 4, steps - 1})
     return Estimate(
         data=f"{images:,} images of {classes:,} classes{' (assumed: the data are not here)' if assumed else ''}",

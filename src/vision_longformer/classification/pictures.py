@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -16,6 +15,7 @@ from matplotlib.ticker import PercentFormatter
 from PIL import Image
 from torch import Tensor
 
+from ..files import written_whole
 from .predict import Prediction
 
 RIGHT, WRONG, QUIET = "#2e7d4f", "#c62828", "#5f6b7a"
@@ -158,13 +158,8 @@ def _show(axes: Axes, pixels: np.ndarray, frame: str | None = None) -> None:
 def save_picture(figure: Figure, path: str | Path, *, overwrite: bool = False) -> Path:
     """Write a PNG, which appears whole or not at all."""
     path = check_picture(path, overwrite=overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight", pad_inches=0.15)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written_whole(path, overwrite=overwrite) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
     return path
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from ..config import NEIGHBOURS, ModelConfig
-from ..errors import check_at_least, check_choice
-from ..training.settings import TrainSettings
+from ..config import ModelConfig
+from ..errors import check_at_least, check_choice, check_fraction
+from ..training.settings import BackboneSettings
 from ..zoo import model_config
 
 CROPS = ("random_resized", "random", "pad", "none")
@@ -16,17 +16,11 @@ TABLE_RESIZES = ("offset", "bilinear")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassificationRecipe(TrainSettings):
+class ClassificationRecipe(BackboneSettings):
     """Settings of a classification run.
 
     Args:
-        about: what the recipe is for, in a line.
-        model: a name from 'vil models'.
-        model_options: fields of the model's configuration to change, such as {"global_pool": "token"}; stages as data.
         image_size: side of the square images; None for the model's own.
-        drop_path: rate of dropped residual branches in the last block; it grows linearly with depth.
-        neighbours: what local attention sees in training: all, self, or random (random shift).
-        shift_until: with random, the fraction of the run after which all neighbours are seen.
         init: a checkpoint (.safetensors) to start from; tables are resized, and the head is replaced if classes differ.
         table_resize: how its relative-position tables change size: offset or bilinear.
         class_map: a file that says which class of the checkpoint each of the data's classes is, to keep head rows.
@@ -37,7 +31,8 @@ class ClassificationRecipe(TrainSettings):
         num_images: of streamed data: images per epoch.
         skip_bad_images: count and skip images that cannot be read, instead of stopping.
         in_memory: keep decoded images of small data sets (.npz) and augment whole batches at once.
-        crop: random_resized, random (a crop of a resized image), pad (a crop of an image padded by an eighth), none.
+        crop: random_resized, random (a crop of a resized image), pad (a crop of a padded image), none.
+        crop_pad: of pad, the part of a side by which the image is padded on each side.
         crop_scale: smallest and largest part of the image's area in random_resized.
         crop_ratio: of width to height in random_resized.
         hflip: probability of a horizontal flip.
@@ -56,13 +51,7 @@ class ClassificationRecipe(TrainSettings):
         eval_batch_size: images per evaluation batch and process; None: as in training.
     """
 
-    about: str = ""
-    model: str = "vision_longformer_tiny"
-    model_options: dict[str, Any] = field(default_factory=dict)
     image_size: int | None = None
-    drop_path: float = 0.1
-    neighbours: str = "all"
-    shift_until: float = 0.75
     init: str | None = None
     table_resize: str = "offset"
     class_map: str | None = None
@@ -74,6 +63,7 @@ class ClassificationRecipe(TrainSettings):
     skip_bad_images: bool = False
     in_memory: bool = False
     crop: str = "random_resized"
+    crop_pad: float = 0.125
     crop_scale: tuple[float, float] = (0.08, 1.0)
     crop_ratio: tuple[float, float] = (0.75, 4 / 3)
     hflip: float = 0.5
@@ -96,14 +86,12 @@ class ClassificationRecipe(TrainSettings):
         check_choice("crop", self.crop, CROPS)
         check_choice("interpolation", self.interpolation, INTERPOLATIONS)
         check_choice("table_resize", self.table_resize, TABLE_RESIZES)
-        check_choice("neighbours", self.neighbours, NEIGHBOURS)
         check_at_least("repeats", self.repeats, 1)
         for name in ("num_classes", "num_images", "eval_batch_size"):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)
-        for name in ("drop_path", "hflip", "erase", "mix_prob", "smoothing", "shift_until"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be between 0 and 1")
+        for name in ("crop_pad", "hflip", "erase", "mix_prob", "smoothing"):
+            check_fraction(name, getattr(self, name))
         if (self.mixup or self.cutmix) and self.batch_size % 2:
             raise ValueError(f"batch_size is {self.batch_size}; Mixup and CutMix pair images, so it must be even")
         self.model_config(self.num_classes or 1000)

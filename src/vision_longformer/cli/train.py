@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..classification.estimate import estimate
-from ..classification.train import Trained, resolve
-from ..classification.train import resume as resume_run
-from ..classification.train import train as train_classifier
-from ..training.loop import Interrupted
-from ..training.recipes import parse_values, to_yaml
 from .output import log_lines, print_line, print_table
-from .training_progress import TrainingProgress, duration
+
+if TYPE_CHECKING:
+    from ..training.runs import Trained
 
 QUICK_START = "quickstart"
 
@@ -40,6 +36,11 @@ def train(
         output: the run directory, runs/RECIPE-1 or the next free number by default.
         dry_run: print the resolved settings, the schedule, and what it would take on this machine; train nothing.
     """
+    from ..classification.train import CLASSIFICATION
+    from ..training.loop import Interrupted
+    from ..training.recipes import parse_values
+    from .training_progress import TrainingProgress
+
     changes = parse_values(settings)
     if dry_run:
         _print_plan(recipe or QUICK_START, changes)
@@ -50,9 +51,9 @@ def train(
     try:
         with log_lines():
             if resume is not None:
-                trained = resume_run(resume, observer=observer)
+                trained = CLASSIFICATION.resume(resume, observer)
             else:
-                trained = train_classifier(recipe or QUICK_START, output=output, observer=observer, **changes)
+                trained = CLASSIFICATION.train(recipe or QUICK_START, output, observer, **changes)
     except Interrupted as interruption:
         if _is_first_process():
             print(f"{interruption}; go on by: vil train --resume {interruption.run}", file=sys.stderr)
@@ -75,7 +76,12 @@ def _print_end(trained: Trained) -> None:
 
 
 def _print_plan(recipe: str, changes: Mapping[str, Any]) -> None:
-    resolved = resolve(recipe, **changes)
+    from ..classification.estimate import estimate
+    from ..classification.train import CLASSIFICATION
+    from ..training.recipes import to_yaml
+    from .training_progress import duration
+
+    resolved = CLASSIFICATION.resolve(recipe, **changes)
     print_line(to_yaml(resolved).rstrip())
     plan = estimate(resolved)
     print_table("Schedule", ("epoch", "learning rate"), [(f"{at:g}", f"{rate:.3g}") for at, rate in plan.rates])

@@ -11,25 +11,28 @@ from ..attention import PerformerAttention
 from ..model import VisionLongformer
 from .randomness import derive
 
+RedrawIsDue = Callable[[int, int, int], bool]
+"""From the step, its epoch and its number in the epoch, all counted from 0."""
+
 
 class BackboneSchedule:
     """Sets every Vision Longformer inside ``model`` before each step, as a function of the step alone.
 
-    ``shift_until`` is the step from which random shift gives way to all neighbours. ``redraw_every`` gives the number
-    of steps between new features in an epoch; the first step of an epoch draws new ones.
+    ``shift_until`` is the step from which random shift gives way to all neighbours; ``redraw_is_due`` says whether
+    Performer features are drawn anew before a step.
     """
 
-    def __init__(self, model: nn.Module, seed: int, shift_until: int, redraw_every: Callable[[int], int]) -> None:
+    def __init__(self, model: nn.Module, seed: int, shift_until: int, redraw_is_due: RedrawIsDue) -> None:
         self._backbones = [module for module in model.modules() if isinstance(module, VisionLongformer)]
-        self._seed, self._shift_until, self._redraw_every = seed, shift_until, redraw_every
+        self._seed, self._shift_until, self._redraw_is_due = seed, shift_until, redraw_is_due
         self._has_features = any(isinstance(module, PerformerAttention) for module in model.modules())
 
     def before_step(self, step: int, epoch: int, step_of_epoch: int) -> None:
-        """Before an optimiser step, counted from 0."""
+        """Before an optimiser step, counted from 0 in the run and in its epoch."""
         for model in self._backbones:
             if model.config.neighbours == "random" and step >= self._shift_until:
                 model.set_neighbours("all")
-        if self._has_features and step_of_epoch % self._redraw_every(epoch) == 0:
+        if self._has_features and self._redraw_is_due(step, epoch, step_of_epoch):
             generator = torch.Generator().manual_seed(derive(self._seed, "features", step))
             for model in self._backbones:
                 model.redraw_features(generator)
@@ -41,6 +44,6 @@ class BackboneSchedule:
                 model.random_shift.seed(derive(self._seed, "shift") % 2**32, place)
 
 
-def paper_redraw(epoch: int) -> int:
-    """Steps between new features in classification: 1 + 5T in epoch T."""
-    return 1 + 5 * epoch
+def paper_redraw(step: int, epoch: int, step_of_epoch: int) -> bool:
+    """As the paper trains classifiers: at the start of epoch T and every 1 + 5T steps from there."""
+    return step_of_epoch % (1 + 5 * epoch) == 0

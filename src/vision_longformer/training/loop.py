@@ -51,7 +51,7 @@ class Training:
         self.schedule, self.observer = schedule, observer
         self.updates = task.batches_per_epoch // settings.accumulate
         self.total = total_steps(settings, task.batches_per_epoch)
-        self.warmup = round(settings.warmup * self.updates)
+        self.warmup = settings.count_warmup(self.updates)
         self.model, self.optimizer = distribute(accelerator, task.model, settings)
         self.average = None if settings.ema is None else WeightAverage(task.model, settings.ema)
         self.counters = Counters()

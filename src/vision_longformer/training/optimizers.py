@@ -21,14 +21,14 @@ SGD, but not for sharded parameters.)"""
 
 def build_optimizer(groups: Groups, settings: TrainSettings) -> Optimizer:
     """The optimiser that ``settings`` name over ``groups`` of :func:`.parameter_groups.parameter_groups`."""
-    groups, lr = list(groups), settings.scaled_lr
+    groups, lr, betas = list(groups), settings.scaled_lr, (0.9, settings.beta2)
     if settings.optimizer == "adamw":
         fused = all(parameter.device.type in FUSED_DEVICES for group in groups for parameter in group["params"])
-        return torch.optim.AdamW(groups, lr=lr, fused=fused)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=settings.momentum)
     if settings.optimizer == "release_adamw":
-        return ReleaseAdamW(groups, lr=lr)
+        return ReleaseAdamW(groups, lr=lr, betas=betas)
     return QuasiHyperbolicMomentum(groups, lr=lr, momentum=settings.momentum)
 
 

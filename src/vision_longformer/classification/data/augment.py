@@ -34,9 +34,6 @@ from torchvision.transforms import (
 from ..preprocessing import Preprocessing, grey_image
 from ..recipe import ClassificationRecipe
 
-PAD = 8
-"""The crop 'pad' pads by this part of each side."""
-
 
 def image_augmentation(recipe: ClassificationRecipe, preprocessing: Preprocessing) -> Callable[[Image.Image], Tensor]:
     """From an RGB image to an augmented, normalised input (C, H, W); draws from the global generators."""
@@ -63,7 +60,8 @@ def resize_before_crop(recipe: ClassificationRecipe, preprocessing: Preprocessin
 
 def crop_padding(recipe: ClassificationRecipe, size: tuple[int, int]) -> tuple[int, int]:
     """Black pixels added above and below, and left and right, before the crop."""
-    return (size[0] // PAD, size[1] // PAD) if recipe.crop == "pad" else (0, 0)
+    part = recipe.crop_pad if recipe.crop == "pad" else 0
+    return round(size[0] * part), round(size[1] * part)
 
 
 def _crop(recipe: ClassificationRecipe, preprocessing: Preprocessing) -> list[Any]:

@@ -1,0 +1,127 @@
+"""From images to the maps of a feature pyramid, on our backbones or timm's."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, cast
+
+import timm
+import torch
+from timm.models._features import FeatureInfo
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision.ops.feature_pyramid_network import (
+    ExtraFPNBlock,
+    FeaturePyramidNetwork,
+    LastLevelMaxPool,
+    LastLevelP6P7,
+)
+
+from ..model import VisionLongformer
+from .batches import UnlikeImages, grouped, pad_to
+from .config import DetectorConfig, backbone_config
+
+
+class PyramidBackbone(nn.Module):
+    """Maps of the stages of ``body``, as the stages leave them, through a feature pyramid.
+
+    Above the last stage there are P6, taken from P5 in Mask R-CNN, or P6 and P7, convolutions of the last stage's map,
+    in RetinaNet. ``strides`` are those of all maps that come out.
+
+    Images of unlike sizes go through the body size by size, so that none sees padding; only the maps are padded, with
+    zeros. A body with batch normalisation gets the padded batch in training, since its statistics are the batch's.
+    """
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__()
+        self.body, dims, strides = _build_body(config)
+        self.out_channels = config.channels
+        self.size_divisible = strides[-1]
+        extra: ExtraFPNBlock = LastLevelMaxPool()
+        self.strides = [*strides, 2 * strides[-1]]
+        if config.kind == "retinanet":
+            extra = _from_last_map(LastLevelP6P7(dims[-1], config.channels))
+            self.strides.append(4 * strides[-1])
+        self.fpn = FeaturePyramidNetwork(dims, config.channels, extra)
+        self.level_names = [str(level) for level in range(len(dims))]
+        self.needs_whole_batch = any(isinstance(module, _BatchNorm) for module in self.body.modules())
+
+    def forward(self, batch: UnlikeImages) -> dict[str, Tensor]:
+        """The pyramid's maps by name, each (B, channels, H / stride, W / stride)."""
+        whole = self.training and self.needs_whole_batch
+        maps = self.body(batch.padded()) if whole else self._by_size(batch)
+        return self.fpn(OrderedDict(zip(self.level_names, maps, strict=True)))
+
+    def _by_size(self, batch: UnlikeImages) -> list[Tensor]:
+        """The body's maps, computed for the images of each size together and padded to the batch's size."""
+        groups = grouped(tuple(image.shape) for image in batch.images)
+        if len(groups) == 1:
+            return self.body(torch.stack(batch.images))
+        sizes = [[-(-side // stride) for side in batch.shape[2:]] for stride in self.strides]
+        parts = []
+        for group in groups:
+            maps = self.body(torch.stack([batch.images[position] for position in group]))
+            parts.append([pad_to(one, size) for one, size in zip(maps, sizes, strict=False)])
+        order = torch.tensor([position for group in groups for position in group]).argsort()
+        return [torch.cat(level)[order.to(level[0].device)] for level in zip(*parts, strict=True)]
+
+
+def _from_last_map(levels: LastLevelP6P7) -> LastLevelP6P7:
+    """torchvision starts P6 from P5 where their channels allow it; the paper's starts from the stage's map."""
+    object.__setattr__(levels, "use_P5", False)
+    return levels
+
+
+class StageMaps(nn.Module):
+    """A Vision Longformer that gives the maps of some stages, (B, dim, h, w) each, and has nothing else."""
+
+    def __init__(self, model: VisionLongformer, stages: tuple[int, ...]) -> None:
+        super().__init__()
+        self.indices = [stage - 1 for stage in stages]
+        model.prune_intermediate_layers(self.indices, prune_norm=True, prune_head=True)
+        self.model = model
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        return self.model.forward_intermediates(images, indices=self.indices, intermediates_only=True)
+
+
+class TimmMaps(nn.Module):
+    """The same of one of timm's models, whatever its layout."""
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__()
+        self.model = timm.create_model(config.backbone, features_only=True, **_timm_options(config))
+        info = cast(FeatureInfo, self.model.feature_info)
+        self.reductions, self.channels = info.reduction(), info.channels()
+        wanted = [4 * 2 ** (stage - 1) for stage in config.stages]
+        missing = [stride for stride in wanted if stride not in self.reductions]
+        if missing:
+            raise ValueError(
+                f"levels {config.stages} are maps of strides {wanted}, but {config.backbone} has {self.reductions}"
+            )
+        self.indices = [self.reductions.index(stride) for stride in wanted]
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        maps = self.model(images)
+        return [_channels_first(maps[index], self.channels[index]) for index in self.indices]
+
+
+def _timm_options(config: DetectorConfig) -> dict[str, Any]:
+    """Swin checks the image size unless told not to."""
+    free_size = {"strict_img_size": False} if config.backbone.startswith(("swin_", "swinv2_")) else {}
+    return {**free_size, **config.backbone_options}
+
+
+def _channels_first(image: Tensor, channels: int) -> Tensor:
+    return image if image.shape[1] == channels else image.permute(0, 3, 1, 2)
+
+
+def _build_body(config: DetectorConfig) -> tuple[nn.Module, list[int], list[int]]:
+    """The backbone proper, and channels and strides of its maps."""
+    model_config = backbone_config(config)
+    if model_config is None:
+        body = TimmMaps(config)
+        return body, [body.channels[i] for i in body.indices], [body.reductions[i] for i in body.indices]
+    model = VisionLongformer(model_config)
+    info = [model.feature_info[stage - 1] for stage in config.stages]
+    return StageMaps(model, config.stages), [one["num_chs"] for one in info], [one["reduction"] for one in info]

@@ -1,0 +1,79 @@
+"""Detectors in files: weights and configuration in one; and classifiers' weights into their backbones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..checkpoint import AdaptReport, load
+from ..checkpoint.adapt import adapt_state
+from ..checkpoint.container import DETECTOR, read, read_info, write
+from ..errors import CheckpointError
+from ..model import VisionLongformer
+from .backbone import StageMaps
+from .config import DetectorConfig
+from .models import build_detector
+
+
+def save_detector(
+    model: nn.Module, path: str | Path, *, info: Mapping[str, Any] | None = None, overwrite: bool = False
+) -> Path:
+    """Write a detector to ``path`` (``.safetensors``); ``info`` is JSON data such as names of classes."""
+    config = _config(model).to_dict()
+    config["backbone_options"].pop("pretrained", None)  # its weights are in the file
+    return write(path, model.state_dict(), format=DETECTOR, config=config, info=info, overwrite=overwrite)
+
+
+def load_detector(path: str | Path) -> nn.Module:
+    """The detector of a file written by :func:`save_detector`, in evaluation mode."""
+    data, state = read(path, DETECTOR)
+    try:
+        config = DetectorConfig.from_dict(data)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} holds no readable configuration ({error}); nothing was loaded") from error
+    model = build_detector(config)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} does not hold the weights its configuration describes: {error}") from error
+    return model.eval()
+
+
+def load_detector_info(path: str | Path) -> dict[str, Any]:
+    """What :func:`save_detector` was given as ``info``."""
+    return read_info(path, DETECTOR)
+
+
+def load_backbone(model: nn.Module, path: str | Path, table_resize: str = "bilinear") -> AdaptReport:
+    """Put the weights of a classifier's file into a detector's backbone, and say what was resized.
+
+    Full-attention stages become Longformer stages; relative-position tables change size by ``"bilinear"``, as in the
+    paper, or by ``"offset"``; absolute embeddings are resized to the backbone's map. The classifier's norm and head
+    have no place in a detector.
+    """
+    backbone = detector_backbone(model)
+    source = load(path)
+    wanted = backbone.state_dict()
+    used = tuple(f"stages.{index}." for index in range(len(backbone.stages)))
+    state = {name: tensor for name, tensor in source.state_dict().items() if name in wanted or name.startswith(used)}
+    adapted, report = adapt_state(state, backbone, table_resize, source.config.grids())
+    backbone.load_state_dict(adapted)
+    return report
+
+
+def detector_backbone(model: nn.Module) -> VisionLongformer:
+    """The Vision Longformer inside a detector."""
+    config, body = _config(model), model.get_submodule("backbone.body")
+    if not isinstance(body, StageMaps):
+        raise ValueError(f"the backbone {config.backbone} is timm's; this needs a detector on a backbone of ours")
+    return body.model
+
+
+def _config(model: nn.Module) -> DetectorConfig:
+    config = getattr(model, "config", None)
+    if not isinstance(config, DetectorConfig):
+        raise ValueError(f"a {type(model).__name__} is no detector of build_detector")
+    return config

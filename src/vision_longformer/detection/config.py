@@ -1,0 +1,143 @@
+"""What a detector is, as data: kind, backbone, pyramid, heads, and how images come in and results go out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import timm
+
+from ..config import ModelConfig
+from ..errors import check_at_least, check_choice, unknown_name
+from ..zoo import MODELS
+
+KINDS = ("retinanet", "mask_rcnn")
+STAGES = {"retinanet": (2, 3, 4), "mask_rcnn": (1, 2, 3, 4)}
+"""Stages of the backbone that the paper's detectors look at, counted from 1."""
+
+ANCHOR_SCALES = {"retinanet": 4.0, "mask_rcnn": 8.0}
+"""Anchors of 32 pixels and up: on the map of stride 8 in RetinaNet, of stride 4 in Mask R-CNN."""
+
+
+@dataclass(frozen=True)
+class DetectorConfig:
+    """A detector; the defaults are those of the paper's COCO models.
+
+    - ``backbone``: a model of ours or, for comparison, any of timm's with features; ``backbone_options`` go to it.
+    - ``num_classes``: without background. Labels are 1 to ``num_classes``.
+    - ``levels``: stages of the backbone under the pyramid, counted from 1; None for the kind's own.
+    - ``channels``: of the pyramid's maps.
+    - ``min_size``: of the shorter side; training draws one per image, evaluation takes the last. ``max_size``: of the
+      longer side, which wins over ``min_size``.
+    - ``anchor_scale``: side of the smallest anchor in cells of its map; None for the kind's own.
+    - ``box_width``, ``mask_channels``, ``mask_layers``: of the heads of Mask R-CNN.
+    - ``score_threshold``, ``nms_threshold``, ``detections``: which results an image keeps, and how many at most.
+    """
+
+    kind: str
+    backbone: str
+    num_classes: int
+    backbone_options: dict[str, Any] = field(default_factory=dict)
+    levels: tuple[int, ...] | None = None
+    channels: int = 256
+    min_size: tuple[int, ...] = (800,)
+    max_size: int = 1333
+    anchor_scale: float | None = None
+    anchor_ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
+    box_width: int = 1024
+    mask_channels: int = 256
+    mask_layers: int = 4
+    score_threshold: float = 0.05
+    nms_threshold: float = 0.5
+    detections: int = 100
+
+    def __post_init__(self) -> None:
+        check_choice("kind of detector", self.kind, KINDS)
+        _check_backbone(self.backbone, self.backbone_options)
+        if self.levels is None:
+            object.__setattr__(self, "levels", STAGES[self.kind])
+        if self.anchor_scale is None:
+            object.__setattr__(self, "anchor_scale", ANCHOR_SCALES[self.kind])
+        for name in ("levels", "min_size", "anchor_ratios"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty; give at least one number")
+        for name in ("num_classes", "channels", "max_size", "box_width", "mask_channels", "mask_layers", "detections"):
+            check_at_least(name, getattr(self, name), 1)
+        for size in self.min_size:
+            check_at_least("min_size", size, 1)
+        for name in ("score_threshold", "nms_threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be between 0 and 1")
+        if min(self.anchor_ratios) <= 0 or self.cells <= 0:
+            raise ValueError("anchor_ratios and anchor_scale must be positive")
+        self._check_levels()
+
+    def _check_levels(self) -> None:
+        for level in self.stages:
+            check_at_least("a level", level, 1)
+        if self.stages != tuple(range(self.stages[0], self.stages[-1] + 1)):
+            raise ValueError(f"levels are {self.stages}; give stages that follow one another, as (2, 3, 4)")
+        if self.backbone in MODELS and self.stages[-1] > len(MODELS[self.backbone].stages):
+            count = len(MODELS[self.backbone].stages)
+            raise ValueError(
+                f"levels are {self.stages}, but {self.backbone} has {count} stages; give levels up to {count}"
+            )
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """``levels``, once it is settled."""
+        assert self.levels is not None
+        return self.levels
+
+    @property
+    def cells(self) -> float:
+        """``anchor_scale``, once it is settled."""
+        assert self.anchor_scale is not None
+        return self.anchor_scale
+
+    def override(self, **changes: Any) -> DetectorConfig:
+        """A copy with some fields changed; unknown names are refused with a suggestion."""
+        _check_names(changes)
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DetectorConfig:
+        """The inverse of :meth:`to_dict`; unknown fields are refused by name."""
+        _check_names(data)
+        missing = [name for name in ("kind", "backbone", "num_classes") if name not in data]
+        if missing:
+            raise ValueError(f"a detector needs {' and '.join(missing)}")
+        return cls(**data)
+
+
+def _check_names(data: Mapping[str, Any]) -> None:
+    names = [item.name for item in fields(DetectorConfig)]
+    for name in data:
+        if name not in names:
+            raise unknown_name("detector option", name, names)
+
+
+def _check_backbone(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse unknown names, and unknown options of our models, before anything is built."""
+    try:
+        json.dumps(options)
+    except TypeError as error:
+        raise ValueError(f"backbone_options must be plain data, as files hold it ({error})") from error
+    if name in MODELS:
+        MODELS[name].override(**options)
+    elif not timm.is_model(name):
+        raise unknown_name("backbone", name, [*MODELS, *timm.list_models()])
+
+
+def backbone_config(config: DetectorConfig) -> ModelConfig | None:
+    """The configuration of a backbone of ours, without classifier; None for timm's."""
+    if config.backbone not in MODELS:
+        return None
+    return MODELS[config.backbone].override(**{**config.backbone_options, "num_classes": 0})

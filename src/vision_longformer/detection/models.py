@@ -1,0 +1,126 @@
+"""RetinaNet and Mask R-CNN: torchvision's detectors on our pyramid, with the settings of the paper's models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import Tensor
+from torchvision.models.detection import MaskRCNN, RetinaNet
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+
+from .anchors import AlignedRoIAlign, FixedAnchors
+from .backbone import PyramidBackbone
+from .batches import ImageTransform, grouped
+from .config import DetectorConfig
+
+Images = list[Tensor]
+Results = list[dict[str, Tensor]]
+
+BOX_POOL, MASK_POOL = 7, 14
+SCALES_PER_OCTAVE = 3
+"""Anchor sizes of a level of RetinaNet: a third of an octave apart."""
+
+
+def retinanet(backbone: str, num_classes: int, **options: Any) -> RetinaNet:
+    """A RetinaNet on a named backbone; ``options`` are fields of :class:`DetectorConfig`."""
+    return RetinaNetDetector(DetectorConfig("retinanet", backbone, num_classes).override(**options))
+
+
+def mask_rcnn(backbone: str, num_classes: int, **options: Any) -> MaskRCNN:
+    """A Mask R-CNN on a named backbone; ``options`` are fields of :class:`DetectorConfig`."""
+    return MaskRCNNDetector(DetectorConfig("mask_rcnn", backbone, num_classes).override(**options))
+
+
+def build_detector(config: DetectorConfig) -> RetinaNet | MaskRCNN:
+    """The detector that ``config`` describes.
+
+    In training it takes images (3, h, w) with values from 0 to 1 and targets (``boxes``, ``labels`` from 1, and
+    ``masks`` for Mask R-CNN), and gives a dict of losses; in evaluation a list of dicts ``boxes``, ``labels``,
+    ``scores`` and, for Mask R-CNN, ``masks``. The result of an image does not depend on the other images.
+    """
+    return {"retinanet": RetinaNetDetector, "mask_rcnn": MaskRCNNDetector}[config.kind](config)
+
+
+def _each_size(forward: Callable[[Images], Results], images: Images) -> Results:
+    """Results of the images, those of equal size computed together.
+
+    Convolutions of the pyramid and the heads would carry padding into an image: their biases make it non-zero after
+    one layer, and the next layer reads it. So in evaluation no image is padded to the size of another.
+    """
+    results: dict[int, dict[str, Tensor]] = {}
+    for group in grouped(tuple(image.shape) for image in images):
+        results |= zip(group, forward([images[position] for position in group]), strict=True)
+    return [results[position] for position in range(len(images))]
+
+
+def _transform(config: DetectorConfig, backbone: PyramidBackbone) -> ImageTransform:
+    """Resizing, ImageNet's mean and standard deviation, and our batching."""
+    mean, std = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)
+    return ImageTransform(config.min_size, config.max_size, mean, std, size_divisible=backbone.size_divisible)
+
+
+class RetinaNetDetector(RetinaNet):
+    """torchvision's RetinaNet with labels from 1, as Mask R-CNN has them; ``config`` says what it is."""
+
+    def __init__(self, config: DetectorConfig) -> None:
+        backbone = PyramidBackbone(config)
+        steps = [2 ** (step / SCALES_PER_OCTAVE) for step in range(SCALES_PER_OCTAVE)]
+        sizes = [[config.cells * stride * step for step in steps] for stride in backbone.strides]
+        super().__init__(
+            backbone,
+            config.num_classes,
+            anchor_generator=FixedAnchors(sizes, config.anchor_ratios, backbone.strides),
+            score_thresh=config.score_threshold,
+            nms_thresh=config.nms_threshold,
+            detections_per_img=config.detections,
+            fg_iou_thresh=0.5,
+            bg_iou_thresh=0.4,
+            topk_candidates=1000,
+        )
+        self.head.regression_head._loss_type = "l1"
+        self.transform = _transform(config, backbone)
+        self.config = config
+
+    def forward(self, images: Images, targets: Results | None = None) -> Any:
+        if self.training and targets is not None:
+            shifted = [{**target, "labels": target["labels"] - 1} for target in targets]
+            return super().forward(images, shifted)
+        results = _each_size(super().forward, images)
+        return [{**result, "labels": result["labels"] + 1} for result in results]
+
+
+class MaskRCNNDetector(MaskRCNN):
+    """torchvision's Mask R-CNN with aligned pooling; ``config`` says what it is."""
+
+    def __init__(self, config: DetectorConfig) -> None:
+        backbone = PyramidBackbone(config)
+        levels, classes = backbone.level_names, config.num_classes + 1
+        sizes = [[config.cells * stride] for stride in backbone.strides]
+        mask_layers = [config.mask_channels] * config.mask_layers
+        super().__init__(
+            backbone,
+            rpn_anchor_generator=FixedAnchors(sizes, config.anchor_ratios, backbone.strides),
+            rpn_pre_nms_top_n_train=2000,
+            rpn_pre_nms_top_n_test=1000,
+            rpn_post_nms_top_n_train=1000,
+            rpn_post_nms_top_n_test=1000,
+            box_roi_pool=AlignedRoIAlign(levels, BOX_POOL, backbone.strides),
+            box_head=TwoMLPHead(config.channels * BOX_POOL**2, config.box_width),
+            box_predictor=FastRCNNPredictor(config.box_width, classes),
+            box_score_thresh=config.score_threshold,
+            box_nms_thresh=config.nms_threshold,
+            box_detections_per_img=config.detections,
+            mask_roi_pool=AlignedRoIAlign(levels, MASK_POOL, backbone.strides),
+            mask_head=MaskRCNNHeads(config.channels, mask_layers, 1),
+            mask_predictor=MaskRCNNPredictor(config.mask_channels, config.mask_channels, classes),
+        )
+        self.transform = _transform(config, backbone)
+        self.config = config
+
+    def forward(self, images: Images, targets: Results | None = None) -> Any:
+        if self.training:
+            return super().forward(images, targets)
+        return _each_size(super().forward, images)

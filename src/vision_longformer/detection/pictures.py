@@ -1,0 +1,156 @@
+"""Images with what is in them: translucent masks, boxes, names and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from matplotlib import font_manager
+from PIL import Image, ImageDraw, ImageFont
+
+from ..files import written_whole
+from .found import Found
+
+COLOURS = (
+    (230, 57, 70),
+    (29, 120, 216),
+    (42, 157, 80),
+    (244, 140, 6),
+    (142, 68, 190),
+    (0, 160, 170),
+    (214, 51, 132),
+    (120, 140, 20),
+    (90, 90, 220),
+    (170, 95, 40),
+)
+"""By label, again from the start after the last."""
+
+DRAWN = 900
+"""Pixels of the longer side to which smaller images are enlarged, so that names can be read."""
+
+OPACITY = 0.42
+FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
+
+Area = tuple[int, int, int, int]
+
+
+def draw_objects(image: Image.Image, objects: Sequence[Found], names: Sequence[str]) -> Image.Image:
+    """The image with its objects, the best on top; ``names`` are those of the labels from 1 on."""
+    scale = max(1.0, DRAWN / max(image.size))
+    size = round(image.width * scale), round(image.height * scale)
+    shown = image.resize(size, Image.Resampling.BICUBIC) if scale > 1 else image.copy()
+    line = max(2, round(max(size) / 450))
+    below_first = list(reversed(objects))
+    for one in below_first:
+        if one.mask is not None and one.mask.pixels.size:
+            _tint(shown, one, scale, line)
+    draw = ImageDraw.Draw(shown)
+    boxes = [tuple(round(value * scale) for value in one.box) for one in below_first]
+    for one, box in zip(below_first, boxes, strict=True):
+        draw.rectangle(box, outline=_colour(one.label), width=line)
+    font = _font(max(13, round(max(size) / 68)))
+    taken: list[Area] = []
+    for one in objects:
+        _name(draw, one, names[one.label - 1], scale, font, taken)
+    return shown
+
+
+def _tint(image: Image.Image, one: Found, scale: float, line: int) -> None:
+    """Colour the object's pixels, and draw their outline; in place."""
+    assert one.mask is not None
+    rows, columns = one.mask.pixels.shape
+    size = max(1, round(columns * scale)), max(1, round(rows * scale))
+    mask = Image.fromarray(one.mask.pixels.astype(np.uint8) * 255).resize(size, Image.Resampling.BILINEAR)
+    inside = np.asarray(mask) > 127
+    opacity = np.where(inside, 255 * OPACITY, 0).astype(np.uint8)
+    opacity[inside & ~_shrunk(inside, max(1, line // 2))] = 255
+    place = round(one.mask.left * scale), round(one.mask.top * scale)
+    image.paste(_colour(one.label), (*place, place[0] + size[0], place[1] + size[1]), Image.fromarray(opacity))
+
+
+def _shrunk(mask: np.ndarray, pixels: int) -> np.ndarray:
+    """Without the pixels at its border, the array's own border included."""
+    for _ in range(pixels):
+        padded = np.pad(mask, 1)
+        mask = mask & padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
+    return mask
+
+
+def _name(
+    draw: ImageDraw.ImageDraw, one: Found, name: str, scale: float, font: ImageFont.FreeTypeFont, taken: list[Area]
+) -> None:
+    """A tag at the box's corner where it covers no other tag, if there is such a corner."""
+    text = name if one.score is None else f"{name} {one.score:.0%}"
+    left, top, right, bottom = (round(value * scale) for value in one.box)
+    pad = max(2, round(font.size / 5))
+    width, height = round(font.getlength(text)) + 2 * pad, round(font.size * 1.2) + pad
+    corners = (
+        (left, top - height),
+        (left, bottom),
+        (right - width, top - height),
+        (right - width, bottom),
+        (left, top),
+        (left, bottom - height),
+    )
+    areas = [_inside(x, y, width, height, draw.im.size) for x, y in corners]
+    area = next((area for area in areas if not any(_overlap(area, other) for other in taken)), areas[0])
+    taken.append(area)
+    draw.rounded_rectangle(area, radius=pad, fill=_colour(one.label))
+    draw.text((area[0] + pad, (area[1] + area[3]) / 2), text, font=font, fill="white", anchor="lm")
+
+
+def _inside(x: int, y: int, width: int, height: int, size: tuple[int, int]) -> Area:
+    """An area of this size, moved into the image."""
+    x, y = max(0, min(x, size[0] - width)), max(0, min(y, size[1] - height))
+    return x, y, x + width, y + height
+
+
+def _overlap(one: Area, other: Area) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def page(pictures: Sequence[Image.Image], caption: str, *, columns: int = 3, width: int = 1800) -> Image.Image:
+    """Pictures side by side, each in a cell of equal size, below a caption."""
+    gap, head = 12, 52
+    side = (width - gap * (columns + 1)) // columns
+    rows = [pictures[start : start + columns] for start in range(0, len(pictures), columns)]
+    small = [[_fitted(picture, side) for picture in row] for row in rows]
+    heights = [max(picture.height for picture in row) for row in small]
+    sheet = Image.new("RGB", (width, head + sum(heights) + gap * len(heights)), "white")
+    ImageDraw.Draw(sheet).text((gap, head / 2), caption, font=_font(22), fill="#1c2733", anchor="lm")
+    top = head
+    for row, height in zip(small, heights, strict=True):
+        for column, picture in enumerate(row):
+            left = gap + column * (side + gap) + (side - picture.width) // 2
+            sheet.paste(picture, (left, top + (height - picture.height) // 2))
+        top += height + gap
+    return sheet
+
+
+def _fitted(picture: Image.Image, side: int) -> Image.Image:
+    """No larger than ``side`` in either direction."""
+    picture = picture.copy()
+    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+    return picture
+
+
+def save_image(image: Image.Image, path: str | Path, *, overwrite: bool = False) -> Path:
+    """Write a PNG or JPEG file, which appears whole or not at all."""
+    path = Path(path)
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"{path.name} should end in {', '.join(FORMATS)}")
+    with written_whole(path, overwrite=overwrite) as temporary:
+        image.save(temporary, FORMATS[path.suffix.lower()], quality=92)
+    return path
+
+
+def _colour(label: int) -> tuple[int, int, int]:
+    return COLOURS[(label - 1) % len(COLOURS)]
+
+
+@lru_cache(maxsize=8)
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    """A font that comes with matplotlib, as the system may have none."""
+    return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), size)
