@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from vision_longformer import ModelConfig, VisionLongformer, adapt_model, load, save
 from vision_longformer import config as cfg
-from vision_longformer.checkpoint import AdaptReport, native
+from vision_longformer.checkpoint import AdaptReport, container
 from vision_longformer.checkpoint.adapt import adapt_state
 from vision_longformer.errors import CheckpointError
 from vision_longformer.position import resize_axis, resize_bias_table, resize_map
@@ -80,7 +80,7 @@ def test_a_failing_write_leaves_the_old_file(moment: str, tmp_path: Path, monkey
             Path(str(arguments[1])).write_bytes(b"half a fi")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(*((native, "save_file") if moment == "write" else (os, "replace")), full_disk)
+    monkeypatch.setattr(*((container, "save_file") if moment == "write" else (os, "replace")), full_disk)
     with pytest.raises(OSError, match="no space left"):
         save(build("two_stages"), path, overwrite=True)
     assert path.read_bytes() == before

@@ -205,6 +205,19 @@ def test_bad_images(tmp_path: Path) -> None:
     assert [data.read(index)[1].image_id for index in range(len(data))] == [1]
 
 
+def test_bad_categories(tmp_path: Path) -> None:
+    """Annotations of a category without a name are wrong, too; of two with the same id the first counts."""
+    content = _content([_annotation(1), _annotation(2, category_id=8)])
+    content["categories"] = [*CATEGORIES, {"id": 7, "name": "tram"}, {"id": 8}]
+    folder = _write(tmp_path, content)
+    with pytest.raises(ValueError, match="two categories have the id 7"):
+        CocoData(folder, "train")
+    data = CocoData(folder, "train", skip_bad=True)
+    assert [problem.annotation for problem in data.problems] == [None, None, 2]
+    assert [category.name for category in data.categories] == ["train", "dog", "toothbrush"]
+    assert data.read(0)[1].labels.tolist() == [1]
+
+
 def test_missing_images(tmp_path: Path) -> None:
     data = _data(tmp_path)
     (tmp_path / "train/2.png").unlink()

@@ -12,6 +12,7 @@ from helpers import SMALL_MODELS
 from torch.utils.flop_counter import FlopCounterMode
 
 from vision_longformer import zoo
+from vision_longformer.analysis import agreement, paper_detection
 from vision_longformer.analysis.detection_macs import executed_detector_macs, paper_detector_macs
 from vision_longformer.analysis.detection_memory import MemoryMeter
 from vision_longformer.analysis.paper_detection import DetectionRow, compare_detector, detection_entries
@@ -41,17 +42,17 @@ def test_mechanisms_agree(rows: list[DetectionRow]) -> None:
     assert far["Partial Global"].gflops.difference < Decimal("0.03") * far["Partial Global"].gflops.ours
     assert "256 global tokens" in far["Partial Global"].remark
     assert own["ViL"].remark == ""
+    assert agreement(rows) == {"params": {"agree": 17, "of": 17}, "gflops": {"agree": 12, "of": 17}}
     assert own["SRA/64"].remark.startswith("within 0.4%")
 
 
 def test_our_detectors_have_what_is_left(rows: list[DetectionRow]) -> None:
     """Without the classifier (385,000) and with relative bias in place of tables for the canvas."""
     tiny = rows[0]
-    tables = 48 * 1344 + 2 * (48 + 96 + 192) - (48 + 96 + 192)
-    bias = {heads: 27**2 + 2 + 1 for heads in ("with",)}["with"]
-    relative = bias * (1 + 3 + 9 * 3) + 27**2 * 6
-    norm = 2 * 384
-    assert int(tiny.params.ours.scaleb(6)) - tiny.own_params == 385_000 + norm + tables - relative
+    absolute = 48 * 1344 + (48 + 96 + 192)
+    relative = (27**2 + 3) * (1 + 3 + 9 * 3) + 27**2 * 6
+    classifier = 2 * 384 + 385_000
+    assert int(tiny.params.ours.scaleb(6)) - tiny.own_params == classifier + absolute - relative
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,14 +108,34 @@ def test_memory_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "unknown backbone" in str(meter.measure("mask_rcnn", "nothing_of_that_name", (64, 64)))
 
 
+@pytest.fixture
+def two_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [entry for entry in detection_entries() if entry.model == "SRA/64" or entry.backbone.endswith("r_tiny")]
+    monkeypatch.setattr(paper_detection, "detection_entries", lambda: entries[1:])
+
+
+@pytest.mark.usefixtures("two_entries")
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    table_detection(json=True)
-    data = json.loads(capsys.readouterr().out)
-    assert data["summary"]["params"] == {"agree": 17, "of": 17}
-    assert data["summary"]["gflops"] == {"agree": 12, "of": 17}
-    small = next(row for row in data["rows"] if row["table"] == "mask_rcnn" and row["model"] == "ViL-Small RPB")
-    assert small["params"]["paper"] == "45.0"
-    assert small["counted_by_module"].keys() == {"backbone", "pyramid", "proposals", "box head"}
-    assert small["executed"]["macs"] == sum(small["executed"]["macs_by_module"].values())
+    table_detection()
+    lines = capsys.readouterr().out.splitlines()
+    tiny = next(line for line in lines if "ViL-Tiny" in line).split()
+    assert tiny[2:8] == ["26.9", "26.855", "=", "145.6", "145.61", "+0.01%"]
+    assert any(line.startswith("  ! SRA/64: within 0.4%") for line in lines)
+    assert lines[-1] == "equal to the printed digit: 1 of 2 GFLOPs and 2 of 2 parameter counts"
     with pytest.raises(ValueError, match="image size is 'large'"):
         table_detection(size="large")
+
+
+@pytest.mark.usefixtures("two_entries")
+def test_command_for_programs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured memory is there on request, for the table of mechanisms."""
+    monkeypatch.setattr(MemoryMeter, "measure", lambda self, kind, backbone, size: 1000 * size[0])
+    table_detection(json=True, measure=True, size="64x96")
+    data = json.loads(capsys.readouterr().out)
+    assert data["summary"]["params"] == {"agree": 2, "of": 2}
+    assert data["training_memory"] == {"size": [64, 96], "bytes": {"SRA/64": 64000}}
+    tiny = data["rows"][0]
+    assert tiny["counted_by_module"].keys() == {"backbone", "pyramid", "proposals", "box head"}
+    assert tiny["executed"]["macs"] == sum(tiny["executed"]["macs_by_module"].values())
+    table_detection(measure=True, size="64x96")
+    assert capsys.readouterr().out.split()[-3:] == ["SRA/64", "7.1", "0.00"]

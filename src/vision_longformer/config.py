@@ -232,11 +232,13 @@ class ModelConfig:
         return result
 
     def override(self, **changes: Any) -> ModelConfig:
-        """A copy with some fields changed; unknown names are refused with a suggestion."""
+        """A copy with some fields changed, stages perhaps as plain data; unknown names are refused with suggestions."""
         names = [field.name for field in fields(self)]
         for name in changes:
             if name not in names:
                 raise unknown_name("model option", name, names)
+        if "stages" in changes:
+            changes["stages"] = tuple(map(_stage, changes["stages"]))
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -249,13 +251,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
         """The inverse of :meth:`to_dict`; unknown fields and mechanisms are refused by name."""
-        stages = []
-        for plain in data.get("stages", ()):
-            options = dict(plain.get("attention", ()))
-            kind = options.pop("kind", None)
-            check_choice("attention mechanism", kind, MECHANISMS)
-            stages.append(_build(StageConfig, {**plain, "attention": _build(MECHANISMS[kind], options)}))
-        return _build(cls, {**data, "stages": tuple(stages)})
+        return _build(cls, {**data, "stages": tuple(map(_stage, data.get("stages", ())))})
 
 
 def size_pair(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
@@ -264,6 +260,18 @@ def size_pair(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
     if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
         raise ValueError(f"image size is {size!r}; give one positive number or (height, width)")
     return pair[0], pair[1]
+
+
+def _stage(stage: StageConfig | Mapping[str, Any]) -> StageConfig:
+    """A stage that may be given as plain data, its mechanism by ``kind``."""
+    if isinstance(stage, StageConfig):
+        return stage
+    if not isinstance(stage, Mapping) or not isinstance(stage.get("attention", {}), Mapping):
+        raise ValueError(f"a stage is {stage!r}; it must have fields, and its attention a 'kind'")
+    options = dict(stage.get("attention", ()))
+    kind = options.pop("kind", None)
+    check_choice("attention mechanism", kind, MECHANISMS)
+    return _build(StageConfig, {**stage, "attention": _build(MECHANISMS[kind], options)})
 
 
 def _build(cls: type, data: Mapping[str, Any]) -> Any:

@@ -101,7 +101,7 @@ def release_config(
 
 def release_state(source: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights of a release file or of a dict read from one, without ``module.`` before their names."""
-    content, name = (source, "the state dict") if isinstance(source, Mapping) else (_read(Path(source)), str(source))
+    content, name = (source, "the state dict") if isinstance(source, Mapping) else (read_pth(Path(source)), str(source))
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{name} holds a {type(content).__name__}, not a dict of weights; nothing was loaded")
     if content.get("arch", "msvit") != "msvit":
@@ -115,7 +115,8 @@ def release_state(source: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
     return dict(state)
 
 
-def _read(path: Path) -> Any:
+def read_pth(path: Path) -> Any:
+    """What a .pth file of plain tensors holds."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:

@@ -101,7 +101,4 @@ class ClassificationRecipe(BackboneSettings):
         changes: dict[str, Any] = {"num_classes": num_classes, "drop_path_rate": self.drop_path}
         if self.image_size is not None:
             changes["img_size"] = (self.image_size, self.image_size)
-        options = dict(self.model_options)
-        if "stages" in options:
-            options["stages"] = ModelConfig.from_dict({"stages": options["stages"]}).stages
-        return model_config(self.model).override(**{**changes, "neighbours": self.neighbours, **options})
+        return model_config(self.model).override(**{**changes, "neighbours": self.neighbours, **self.model_options})

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import written_whole
-from .evaluate import _bar
-from .output import print_json, print_line, print_table
+from .output import counting, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from ..detection.evaluate import DetectionResult
@@ -46,7 +45,7 @@ def detect_evaluate(
 
     if results is not None and Path(results).exists():
         raise FileExistsError(f"{results} exists; give another name or remove it first")
-    with _bar() as tell:
+    with counting("evaluating") as tell:
         result = evaluate(checkpoint, data, split, workers=workers, skip_bad=skip_bad, tell=tell)
     if not PartialState().is_main_process:
         return

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .output import print_json, print_line, print_table
-from .predict import _picture_paths
+from .predict import picture_paths
 
 if TYPE_CHECKING:
     from ..detection.predict import Prediction
@@ -43,7 +43,7 @@ def detect_predict(
     from ..detection.predict import predict
 
     files = image_files(images)
-    pictures = [None] * len(files) if output is None else _picture_paths(files, Path(output))
+    pictures = [None] * len(files) if output is None else picture_paths(files, Path(output))
     detector = load_named(checkpoint)
     model = detector.model.to("cuda" if torch.cuda.is_available() else "cpu")
     names = [category.name for category in detector.categories]

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from .output import print_json, print_line, print_table
+from .output import counting, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from ..classification.evaluate import Tell
     from ..classification.metrics import Result
 
 
@@ -56,7 +50,7 @@ def evaluate(
 
     if confusion is not None:
         check_picture(confusion)
-    with _bar() as tell:
+    with counting("evaluating") as tell:
         result = evaluate_checkpoint(
             checkpoint,
             data,
@@ -79,19 +73,6 @@ def evaluate(
         path = _draw(result, confusion)
         if not json:
             print_line(f"wrote {path}")
-
-
-@contextmanager
-def _bar() -> Iterator[Tell | None]:
-    """A bar on stderr; nothing if stderr is no terminal."""
-    terminal = Console(stderr=True)
-    if not terminal.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("evaluating"), BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=terminal, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _draw(result: Result, path: str) -> Path:

@@ -11,13 +11,18 @@ from typing import NoReturn
 from .bench import bench
 from .convert import convert
 from .cost import cost
+from .detect_check import detect_check
+from .detect_evaluate import detect_evaluate
+from .detect_predict import detect_predict
+from .detect_train import detect_train
 from .doctor import doctor
 from .evaluate import evaluate
 from .models import models
 from .parser import Group, parser_message, run_command
 from .predict import predict
-from .recipes import recipes
+from .recipes import detect_recipes, recipes
 from .table_cost import table_cost
+from .table_detection import table_detection
 from .train import train
 
 COMMANDS = Group(
@@ -26,13 +31,23 @@ COMMANDS = Group(
         "doctor": doctor,
         "models": models,
         "cost": cost,
-        "table": Group("The tables of the paper beside our values.", {"cost": table_cost}),
+        "table": Group("The paper's tables beside our values.", {"cost": table_cost, "detection": table_detection}),
         "convert": convert,
         "bench": bench,
         "recipes": recipes,
         "train": train,
         "evaluate": evaluate,
         "predict": predict,
+        "detect": Group(
+            "Object detection and instance segmentation.",
+            {
+                "recipes": detect_recipes,
+                "train": detect_train,
+                "evaluate": detect_evaluate,
+                "predict": detect_predict,
+                "check": detect_check,
+            },
+        ),
     },
 )
 

@@ -6,13 +6,13 @@ import csv
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 from rich.table import Table
 from rich.text import Text
 
@@ -71,6 +71,19 @@ def progress(items: Sequence[Item], doing: str) -> Iterable[Item]:
     """The items, with a bar on stderr that vanishes at the end; nothing if stderr is no terminal."""
     terminal = Console(stderr=True)
     return track(items, doing, console=terminal, transient=True, disable=not terminal.is_terminal)
+
+
+@contextmanager
+def counting(doing: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A function to be told how many of how many are done, for a bar on stderr; None if stderr is no terminal."""
+    terminal = Console(stderr=True)
+    if not terminal.is_terminal:
+        yield None
+        return
+    columns = (TextColumn(doing), BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=terminal, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def millions(count: int) -> str:

@@ -34,7 +34,7 @@ def predict(
     from ..classification.predict import predict as predict_files
 
     files = image_files(images)
-    pictures = [] if picture is None else _picture_paths(files, Path(picture))
+    pictures = [] if picture is None else picture_paths(files, Path(picture))
     predictions = predict_files(checkpoint, files, top=top, size=size)
     if json:
         print_json([asdict(prediction) for prediction in predictions])
@@ -49,7 +49,7 @@ def predict(
             print_line(f"wrote {path}")
 
 
-def _picture_paths(files: Sequence[Path], folder: Path) -> list[Path]:
+def picture_paths(files: Sequence[Path], folder: Path) -> list[Path]:
     """Where the pictures of ``files`` go; each must be free, which is known before the work begins."""
     from ..classification.pictures import check_picture
 

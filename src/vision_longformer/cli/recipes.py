@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .output import print_json, print_table
 
 if TYPE_CHECKING:
-    from ..classification.recipe import ClassificationRecipe
+    from ..training.settings import TrainSettings
 
 
 def recipes(name: str | None = None, /, *, all: bool = False, json: bool = False) -> None:
@@ -19,19 +19,34 @@ def recipes(name: str | None = None, /, *, all: bool = False, json: bool = False
         all: show the settings that the recipe leaves at their defaults, too.
         json: print JSON; of a recipe, always all settings.
     """
+    _list_or_show("classification", name, all, json)
+
+
+def detect_recipes(name: str | None = None, /, *, all: bool = False, json: bool = False) -> None:
+    """List the recipes of detectors, or show what one of them sets.
+
+    Args:
+        name: a recipe from the list, or a .yaml file.
+        all: show the settings that the recipe leaves at their defaults, too.
+        json: print JSON; of a recipe, always all settings.
+    """
+    _list_or_show("detection", name, all, json)
+
+
+def _list_or_show(kind: str, name: str | None, all_settings: bool, json: bool) -> None:
     if name is None:
-        _list(json)
+        _list(kind, json)
     else:
-        _show(name, all, json)
+        _show(_recipe(kind, name), all_settings, json)
 
 
-def _list(json: bool) -> None:
+def _list(kind: str, json: bool) -> None:
     from ..training.recipes import recipe_names
 
-    columns = ("recipe", "model", "data", "about", "epochs", "batch_size")
+    columns = ("recipe", "model", "data", "about", "steps" if kind == "detection" else "epochs", "batch_size")
     rows = []
-    for name in recipe_names("classification"):
-        recipe = _recipe(name)
+    for name in recipe_names(kind):
+        recipe = _recipe(kind, name)
         rows.append((name, *(getattr(recipe, column) for column in columns[1:])))
     if json:
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
@@ -39,18 +54,20 @@ def _list(json: bool) -> None:
         print_table(f"{len(rows)} recipes", (*columns[:-1], "batch"), rows, left=4)
 
 
-def _show(name: str, all_settings: bool, json: bool) -> None:
+def _show(recipe: TrainSettings, all_settings: bool, json: bool) -> None:
     from ..training.recipes import to_yaml
 
-    recipe = _recipe(name)
     if json:
         print_json(asdict(recipe))
     else:
         print(to_yaml(recipe, changed_only=not all_settings), end="")
 
 
-def _recipe(name: str) -> ClassificationRecipe:
-    from ..classification.recipe import ClassificationRecipe
-    from ..training.recipes import build, load_recipe
+def _recipe(kind: str, name: str) -> TrainSettings:
+    if kind == "detection":
+        from ..detection.train import DETECTION
 
-    return build(ClassificationRecipe, load_recipe("classification", name), f"recipe {name}")
+        return DETECTION.resolve(name)
+    from ..classification.train import CLASSIFICATION
+
+    return CLASSIFICATION.resolve(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from .output import billions, millions, print_json, print_line, print_table, progress
@@ -21,6 +22,10 @@ COLUMNS = (
     "",
     "ours: M params",
     "GMACs",
+)
+CONVENTION = (
+    "counted: as the paper counts, with parameters of the absolute-position model and its classifier, and GFLOPs "
+    "without\nthe mask head and almost without local attention; ours: what our detector has and executes"
 )
 MEMORY_COLUMNS = ("model", "GB: paper, on a GPU", "here, one image")
 
@@ -71,6 +76,7 @@ def _print(rows: list[DetectionRow]) -> None:
             if row.remark:
                 print_line(f"  ! {row.entry.model}: {row.remark}")
         print_line("")
+    print_line(CONVENTION)
     summary = agreement(rows)
     counts = " and ".join(f"{summary[key]['agree']} of {summary[key]['of']} {what}" for key, what in _SUMMARY.items())
     print_line(f"equal to the printed digit: {counts}")
@@ -81,7 +87,7 @@ _SUMMARY = {"gflops": "GFLOPs", "params": "parameter counts"}
 
 def _cells(row: DetectionRow) -> list[str]:
     params, gflops = row.params, row.gflops
-    percent = f"{100 * gflops.difference / gflops.ours:+.2f}%"
+    percent = f"{100 * gflops.difference / Decimal(gflops.paper):+.2f}%"
     counted = [
         params.paper,
         f"{params.ours:.3f}",

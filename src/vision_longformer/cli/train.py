@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .output import log_lines, print_line, print_table
+from .output import print_line, print_table
+from .training import QUICK_START, run_training
 
 if TYPE_CHECKING:
     from ..training.runs import Trained
-
-QUICK_START = "quickstart"
 
 
 def train(
@@ -37,33 +34,15 @@ def train(
         dry_run: print the resolved settings, the schedule, and what it would take on this machine; train nothing.
     """
     from ..classification.train import CLASSIFICATION
-    from ..training.loop import Interrupted
     from ..training.recipes import parse_values
-    from .training_progress import TrainingProgress
 
     changes = parse_values(settings)
     if dry_run:
         _print_plan(recipe or QUICK_START, changes)
         return
-    if resume is not None and (changes or output or recipe):
-        raise ValueError("--resume goes on with a run as it was; it takes no recipe, settings or other options")
-    observer = TrainingProgress("top1", "%")
-    try:
-        with log_lines():
-            if resume is not None:
-                trained = CLASSIFICATION.resume(resume, observer)
-            else:
-                trained = CLASSIFICATION.train(recipe or QUICK_START, output, observer, **changes)
-    except Interrupted as interruption:
-        if _is_first_process():
-            print(f"{interruption}; go on by: vil train --resume {interruption.run}", file=sys.stderr)
-        raise SystemExit(128 + interruption.number) from None
-    if _is_first_process():
+    trained = run_training(CLASSIFICATION, recipe, resume, output, changes, "vil train", "top1")
+    if trained is not None:
         _print_end(trained)
-
-
-def _is_first_process() -> bool:
-    return int(os.environ.get("RANK", 0)) == 0
 
 
 def _print_end(trained: Trained) -> None:

@@ -15,10 +15,10 @@ QUIET_SECONDS = 30
 
 
 class TrainingProgress(Observer):
-    """Writes to stderr. ``name`` and ``unit`` say which result is shown, as "top1" and "%"."""
+    """Writes to stderr. ``name`` is the result that is shown, such as "top1", a percentage."""
 
-    def __init__(self, name: str, unit: str = "") -> None:
-        self._name, self._unit = name, unit
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -57,14 +57,14 @@ class TrainingProgress(Observer):
 
     def evaluated(self, values: dict[str, Any], best: bool) -> None:
         epochs = -(-self._total // self._per_epoch)
-        result = f"{self._name} {values['evaluation'][self._name]:.2f}{self._unit}{' (best)' if best else ''}"
+        result = f"{self._name} {values['evaluation'][self._name]:.2f}%{' (best)' if best else ''}"
         self._line(f"epoch {values['epoch']} of {epochs}  {self._values}  {result}  {self._left(values['step'])}")
 
     def close(self) -> None:
         self._bar.stop()
 
     def _line(self, text: str) -> None:
-        self._console.print(text)
+        self._console.print(text, soft_wrap=True)
         self._told = time.monotonic()
 
     def _left(self, step: int) -> str:

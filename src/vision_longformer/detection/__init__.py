@@ -1,1 +1,18 @@
 """Object detection and instance segmentation: RetinaNet and Mask R-CNN on our backbones."""
+
+from .checkpoint import load_backbone, load_detector, load_detector_info, save_detector
+from .config import DetectorConfig
+from .models import build_detector, mask_rcnn, retinanet
+from .release import load_release_detector
+
+__all__ = [
+    "DetectorConfig",
+    "build_detector",
+    "load_backbone",
+    "load_detector",
+    "load_detector_info",
+    "load_release_detector",
+    "mask_rcnn",
+    "retinanet",
+    "save_detector",
+]

@@ -68,7 +68,7 @@ class PyramidBackbone(nn.Module):
 
 def _from_last_map(levels: LastLevelP6P7) -> LastLevelP6P7:
     """torchvision starts P6 from P5 where their channels allow it; the paper's starts from the stage's map."""
-    object.__setattr__(levels, "use_P5", False)
+    levels.use_P5 = False
     return levels
 
 

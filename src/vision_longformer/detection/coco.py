@@ -17,7 +17,7 @@ from torch import Tensor
 from ..classification.data.contract import DataError
 from ..classification.images import decode_image
 from .coco_files import open_coco
-from .coco_rules import Problem, inspect_coco
+from .coco_rules import Problem, inspect_coco, named_categories
 from .dataset import Category, Target
 
 
@@ -37,9 +37,7 @@ class CocoData:
             raise ValueError(f"{self._files.annotations}: {_summary(self.problems)}")
         if not found.annotations:
             raise ValueError(f"{self._files.annotations} has no annotations with which nothing is wrong")
-        self.categories = tuple(
-            sorted(Category(record["id"], record["name"]) for record in _unlike(content["categories"]))
-        )
+        self.categories = tuple(Category(*pair) for pair in sorted(named_categories(content).items()))
         self.has_masks = masks and bool(found.annotations[0].get("segmentation"))
         self._labels = {category.id: label for label, category in enumerate(self.categories, 1)}
         of_image = defaultdict(list)
@@ -106,12 +104,6 @@ def _summary(problems: list[Problem]) -> str:
     """The first of the problems, and how to learn about the others."""
     others = f" (and {len(problems) - 1} more things are wrong: see 'vil detect check')" if len(problems) > 1 else ""
     return f"{problems[0]}{others}"
-
-
-def _unlike(categories: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Categories with an id and a name, the first of each id."""
-    named = [one for one in categories if isinstance(one.get("id"), int) and isinstance(one.get("name"), str)]
-    return list({one["id"]: one for one in reversed(named)}.values())
 
 
 def _is_crowd(annotation: dict[str, Any]) -> bool:

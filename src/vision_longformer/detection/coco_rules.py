@@ -59,12 +59,18 @@ def inspect_coco(content: Record, *, masks: bool = True) -> Findings:
     return Findings(problems, images, good)
 
 
+def named_categories(content: Record) -> dict[int, str]:
+    """Names by id, of categories that have both; the first of an id counts."""
+    named = [record for record in content["categories"] if _has_id(record) and isinstance(record.get("name"), str)]
+    return {record["id"]: record["name"] for record in reversed(named)}
+
+
 class _AnnotationRules:
     """Judges annotations one after the other, and remembers their ids."""
 
     def __init__(self, content: Record, images: Mapping[int, Record], masks: bool) -> None:
         self._images = images
-        self._categories = {record["id"] for record in content["categories"] if _has_id(record)}
+        self._categories = named_categories(content)
         self._masks = masks and any(_has_mask(record) for record in content["annotations"])
         self._seen: set[int] = set()
 

@@ -90,6 +90,6 @@ def paint(background: np.ndarray, placed: Sequence[Placed]) -> np.ndarray:
 
 def _shadow(opacity: np.ndarray) -> np.ndarray:
     """Softened, and shifted downwards."""
-    width = len(opacity) / 40
+    width = sum(opacity.shape) / 80
     soft = Image.fromarray((opacity * 255).astype(np.uint8)).filter(ImageFilter.BoxBlur(width))
     return np.roll(np.asarray(soft, dtype=np.float32) / 255, round(width), axis=0)

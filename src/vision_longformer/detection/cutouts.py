@@ -13,7 +13,7 @@ from PIL import Image
 from ..classification.data.arrays import FASHION_MNIST_CLASSES, fashion_mnist
 
 MARGIN = 3
-"""Empty pixels around a garment of 28×28, for soft edges and shadows."""
+"""Empty pixels around a garment of 28×28, so that its edges are soft, too."""
 
 SURE = 40
 """Grey level from which a pixel is garment, however thin; fainter ones are in squares of 3×3, but not in a halo."""
@@ -108,9 +108,12 @@ def random_sprite(garments: Cutouts, random: np.random.Generator, largest: float
 
 
 def _turned(image: Image.Image, scale: float, angle: float, mirror: int) -> Image.Image:
-    """The image enlarged and turned about its centre, on a canvas that holds it."""
+    """The image (with opacity) enlarged and turned, on a canvas that holds it and a margin."""
     cos, sin = math.cos(angle), math.sin(angle)
     side = math.ceil(image.width * scale * (abs(cos) + abs(sin)))
     rows = ((mirror * cos / scale, mirror * sin / scale), (-sin / scale, cos / scale))
     inverse = [value for a, b in rows for value in (a, b, image.width / 2 - (a + b) * side / 2)]
-    return image.transform((side, side), Image.Transform.AFFINE, inverse, Image.Resampling.BICUBIC)
+    turned = image.transform((side, side), Image.Transform.AFFINE, inverse, Image.Resampling.BICUBIC)
+    left, top, right, bottom = turned.getchannel("A").getbbox() or (0, 0, side, side)
+    margin = round(2 * scale)
+    return turned.crop((left - margin, top - margin, right + margin, bottom + margin))

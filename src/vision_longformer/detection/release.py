@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checkpoint.release import _read, translate
+from ..checkpoint.release import read_pth, translate
 from ..checkpoint.release_names import ReleaseNames, Source, model_names
 from ..config import ModelConfig
 from ..errors import CheckpointError
@@ -47,7 +47,7 @@ def load_release_detector(source: str | Path | Mapping[str, Any], config: Detect
 
 def _weights(source: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors under ``model``, without those that are derived."""
-    content, name = (source, "the dict") if isinstance(source, Mapping) else (_read(Path(source)), str(source))
+    content, name = (source, "the dict") if isinstance(source, Mapping) else (read_pth(Path(source)), str(source))
     state = content.get("model") if isinstance(content, Mapping) else None
     if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise CheckpointError(f"{name} has no weights under 'model', as a released detector has; nothing was loaded")
