@@ -169,7 +169,7 @@ def test_table_cost_for_programs(vil: Any) -> None:
     ("argv", "sentence"),
     [
         (["tabel"], "unknown command 'tabel'; did you mean 'table'?"),
-        (["table", "cots"], "unknown command 'table cots'; did you mean 'table cost'?"),
+        (["table", "cots"], "unknown command 'table cots'; did you mean 'table cost'"),
         (["--verbose"], "unrecognized arguments: --verbose"),
         (["cost"], "the following arguments are required: model"),
         (["cost", "vision_longformer_smal"], "did you mean 'vision_longformer_small'"),
