@@ -37,11 +37,11 @@ class BackboneSchedule:
             for model in self._backbones:
                 model.redraw_features(generator)
 
-    def before_forward(self, place: int) -> None:
-        """Before the forward pass number ``place`` of the run, counted from 0."""
+    def before_forward(self, step: int) -> None:
+        """Before each forward pass of a step; all see the same neighbours, however the step's batch is split."""
         for model in self._backbones:
             if model.config.neighbours == "random":
-                model.random_shift.seed(derive(self._seed, "shift") % 2**32, place)
+                model.random_shift.seed(derive(self._seed, "shift") % 2**32, step)
 
 
 def paper_redraw(step: int, epoch: int, step_of_epoch: int) -> bool:

@@ -111,6 +111,7 @@ class Training:
             group["lr"] = learning_rate(settings, step, self.total, self.warmup)
         self.model.train()
         for part, batch in enumerate(islice(batches, settings.accumulate)):
+            self.schedule.before_forward(step)
             self._backward(batch, step * settings.accumulate + part, last=part + 1 == settings.accumulate)
         if settings.clip_norm is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
@@ -124,7 +125,6 @@ class Training:
             self._log(epoch)
 
     def _backward(self, batch: Any, place: int, *, last: bool) -> None:
-        self.schedule.before_forward(place)
         with nullcontext() if last else without_sync(self.accelerator, self.model):
             with self.accelerator.autocast():
                 loss, values = self.task.loss(self.model, batch, place)
