@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -171,6 +172,16 @@ def test_mistakes_are_one_sentence(arguments: list[str], message: str, capsys: p
 def test_a_run_is_not_overwritten(trained: Path, images: Path) -> None:
     with pytest.raises(FileExistsError, match="exists; give another --output"):
         train("quickstart", output=trained, **settings(images))
+
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[1] / "examples" / "train_classifier.py"
+    monkeypatch.setattr(sys, "argv", [str(path), "--steps", "2", "--output", str(tmp_path / "run")])
+    runpy.run_path(str(path), run_name="__main__")
+    output = capsys.readouterr().out
+    assert "after 2 steps" in output
+    assert "1000 images at 36×36" in output
+    assert output.count("garment_") == 3
 
 
 # Starting from a checkpoint

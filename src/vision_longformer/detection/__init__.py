@@ -2,17 +2,22 @@
 
 from .checkpoint import load_backbone, load_detector, load_detector_info, save_detector
 from .config import DetectorConfig
+from .evaluate import evaluate
 from .models import build_detector, mask_rcnn, retinanet
 from .release import load_release_detector
+from .train import resume, train
 
 __all__ = [
     "DetectorConfig",
     "build_detector",
+    "evaluate",
     "load_backbone",
     "load_detector",
     "load_detector_info",
     "load_release_detector",
     "mask_rcnn",
+    "resume",
     "retinanet",
     "save_detector",
+    "train",
 ]
