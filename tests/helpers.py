@@ -13,6 +13,7 @@ from vision_longformer import config as cfg
 from vision_longformer.geometry import Grid
 from vision_longformer.ops import why_not
 from vision_longformer.ops.spec import LocalSpec
+from vision_longformer.training.task import Observer
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest difference to the float64 oracle, relative to the largest value, by dtype."""
@@ -183,3 +184,17 @@ def build(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Visi
 
 def image(height: int = 64, width: int = 64, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+# Training
+
+
+class StopAt(Observer):
+    """Ends the process's work after a step, as ``kill -9`` would: nothing is saved."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def step(self, step: int) -> None:
+        if step == self._step:
+            raise KeyboardInterrupt

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import StopAt
 
 from vision_longformer import VisionLongformer, load, save
 from vision_longformer.checkpoint import load_info
@@ -26,7 +27,6 @@ from vision_longformer.cli.main import main
 from vision_longformer.errors import CheckpointError
 from vision_longformer.training.recipes import recipe_names
 from vision_longformer.training.run_directory import RunDirectory, load_state
-from vision_longformer.training.task import Observer
 
 CLASSES = ("dark", "middle", "bright")
 
@@ -66,17 +66,6 @@ def settings(data: Path, **changes: Any) -> dict[str, Any]:
         "log_every": 2,
         **changes,
     }
-
-
-class StopAt(Observer):
-    """Ends the process's work after a step, as ``kill -9`` would."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def step(self, step: int) -> None:
-        if step == self._step:
-            raise KeyboardInterrupt
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import StopAt
 
 from vision_longformer.cli.main import main
 from vision_longformer.detection.detector import load_named
@@ -15,7 +16,6 @@ from vision_longformer.detection.train import DETECTION, resume, train
 from vision_longformer.training.recipes import recipe_names
 from vision_longformer.training.run_directory import RunDirectory, load_state
 from vision_longformer.training.schedules import learning_rate
-from vision_longformer.training.task import Observer
 
 NAMES = recipe_names("detection")
 
@@ -25,17 +25,6 @@ STAGES = [
     {"dim": 8, "depth": 1, "heads": 2, "patch": patch, "attention": {"kind": "longformer", "window": 2}}
     for patch in (4, 2, 2, 2)
 ]
-
-
-class StopAt(Observer):
-    """Ends the process's work after a step, as ``kill -9`` would."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def step(self, step: int) -> None:
-        if step == self._step:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import StopAt
 from torch import Tensor, nn
 
 from vision_longformer import ModelConfig, StageConfig, VisionLongformer
@@ -63,17 +64,6 @@ class ToyTask:
 
     def save(self, path: Path) -> None:
         path.write_text(str(float(self.model.head.weight.detach().double().sum())))
-
-
-class StopAt(Observer):
-    """Ends the process's work after a step, as ``kill -9`` would: nothing is saved."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def step(self, step: int) -> None:
-        if step == self._step:
-            raise KeyboardInterrupt
 
 
 class SignalAt(StopAt):
