@@ -39,7 +39,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def print_line(text: str) -> None:
-    console().print(text)
+    """A line that is not broken, so that commands and paths in it can be copied."""
+    console().print(text, soft_wrap=True)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..training.task import Observer
 
@@ -22,12 +22,11 @@ class TrainingProgress(Observer):
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(8),
             MofNCompleteColumn(),
             TextColumn("{task.fields[values]}"),
-            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
             TextColumn("left"),
-            TimeRemainingColumn(),
             console=self._console,
             transient=True,
             disable=not self._console.is_terminal,
