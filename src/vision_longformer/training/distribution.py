@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -17,6 +18,8 @@ from ..model.block import Block
 from .optimizers import build_optimizer
 from .parameter_groups import parameter_groups
 from .settings import TrainSettings
+
+T = TypeVar("T")
 
 
 def make_accelerator(settings: TrainSettings) -> Accelerator:
@@ -70,6 +73,11 @@ def agree(accelerator: Accelerator, signal_number: int, save: bool) -> tuple[int
     flags = torch.tensor([signal_number, int(save and accelerator.is_main_process)], device=accelerator.device)
     torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
     return int(flags[0]), bool(flags[1])
+
+
+def from_main(accelerator: Accelerator, value: T) -> T:
+    """The first process's value in every process."""
+    return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
 
 
 def mean_over_processes(accelerator: Accelerator, values: Mapping[str, Tensor]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from .averaging import WeightAverage
 from .backbone_schedule import BackboneSchedule
-from .distribution import agree, distribute, mean_over_processes, without_sync
+from .distribution import agree, distribute, from_main, mean_over_processes, without_sync
 from .interruption import Interruption
 from .randomness import derive
 from .run_directory import RunDirectory, load_state
@@ -77,7 +77,7 @@ class Training:
                 self.observer.close()
 
     def _restore(self) -> None:
-        path = self.run.latest()
+        path = from_main(self.accelerator, self.run.latest())
         if path is None:
             return
         self.counters = restore(

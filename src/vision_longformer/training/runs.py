@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from .backbone_schedule import BackboneSchedule, RedrawIsDue
-from .distribution import make_accelerator
+from .distribution import from_main, make_accelerator
 from .loop import Training, total_steps
 from .observers import Observers, TensorBoard
 from .recipes import build, load_recipe, to_yaml
@@ -60,7 +59,7 @@ class Kind(Generic[R, T]):
         accelerator = make_accelerator(resolved)
         task = self.make_task(resolved, accelerator)
         name = Path(recipe).stem if isinstance(recipe, str) else self.name
-        path = Path(_from_main(accelerator, str(output or next_free(Path("runs"), name))))
+        path = Path(from_main(accelerator, str(output or next_free(Path("runs"), name))))
         run = RunDirectory.create(path, to_yaml(resolved)) if accelerator.is_main_process else RunDirectory(path)
         return self._run(task, resolved, run, accelerator, observer)
 
@@ -88,8 +87,3 @@ class Kind(Generic[R, T]):
         pictures = self.draw(task, run.path) if accelerator.is_main_process else []
         accelerator.wait_for_everyone()
         return Trained(run.path, results, pictures)
-
-
-def _from_main(accelerator: Accelerator, value: str) -> str:
-    """The first process's value in every process."""
-    return str(broadcast_object_list([value])[0]) if accelerator.num_processes > 1 else value
