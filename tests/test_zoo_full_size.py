@@ -38,7 +38,7 @@ def test_forward_and_backward(name: str, size: tuple[int, int] | None) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_features(name: str) -> None:
     model = timm.create_model(name, features_only=True).eval()
-    reductions = {4: [4, 8, 16, 32], 3: [8, 16, 32], 1: [16]}[len(MODELS[name].stages)]
+    reductions = {4: [4, 8, 16, 32], 3: [8, 16, 32], 2: [4, 8], 1: [16]}[len(MODELS[name].stages)]
     assert model.feature_info.reduction() == reductions
     with torch.no_grad():
         maps = model(pixels(name, (97, 143)))
