@@ -102,7 +102,7 @@ def load_state(path: Path) -> dict[str, Any]:
     """A checkpoint written by :meth:`RunDirectory.save`."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # damaged files raise nearly anything
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}); the run cannot go on") from error
 
 
