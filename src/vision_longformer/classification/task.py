@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from timm.data import Mixup
@@ -21,6 +23,9 @@ from .evaluate import AUTOCAST, evaluate_model
 from .metrics import Result
 from .preprocessing import Preprocessing
 from .recipe import ClassificationRecipe
+
+PICTURED = 40
+"""Images on the page of predictions."""
 
 
 class ClassificationTask:
@@ -63,6 +68,17 @@ class ClassificationTask:
         precision = AUTOCAST[self.recipe.precision]
         self.result = evaluate_model(self.model, self.evaluation, self.accelerator.device, precision, tell)
         return {"top1": self.result.top1, "top5": self.result.top5, "loss": self.result.loss}
+
+    @cached_property
+    def some_images(self) -> tuple[Tensor, Tensor]:
+        """Images and labels spread over the evaluation set; kept, since all of it is read for them."""
+        stride, seen, chosen = max(1, self.evaluation.size // PICTURED), 0, []
+        for images, labels in self.evaluation.batches():
+            places = slice(-seen % stride, None, stride)
+            chosen.append((images[places], labels[places]))
+            seen += len(labels)
+        images, labels = (torch.cat(parts)[:PICTURED] for parts in zip(*chosen, strict=True))
+        return images, labels
 
     def save(self, path: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

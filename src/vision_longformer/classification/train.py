@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from ..checkpoint import load
 from ..training.backbone_schedule import paper_redraw
 from ..training.runs import Kind, Trained
 from ..training.task import Observer
-from .data import EvalData, Process, class_names, eval_data, train_data
+from .data import Process, class_names, eval_data, train_data
 from .initial import initial_model
 from .pictures import draw_confusion, draw_predictions
 from .preprocessing import preprocessing
@@ -22,9 +21,6 @@ from .recipe import ClassificationRecipe
 from .task import ClassificationTask
 
 logger = logging.getLogger(__name__)
-
-PICTURED = 40
-"""Images on the page of predictions."""
 
 
 def train(
@@ -62,31 +58,17 @@ def _task(recipe: ClassificationRecipe, accelerator: Accelerator) -> Classificat
     return ClassificationTask(recipe, model, *data, prepare, accelerator)
 
 
-def _draw(task: ClassificationTask, folder: Path) -> list[Path]:
-    """The confusion matrix of the last evaluation and a page of predictions."""
-    pictures = []
+def _draw(task: ClassificationTask, folder: Path) -> None:
+    """The confusion matrix of the evaluation just made and a page of predictions."""
     classes = task.preprocessing.classes
     if task.result is not None and task.result.confusion is not None:
-        path = folder / "confusion.png"
-        pictures.append(draw_confusion(task.result.confusion, classes, path, overwrite=True))
-    images, labels = _some_images(task.evaluation, PICTURED)
+        draw_confusion(task.result.confusion, classes, folder / "confusion.png", overwrite=True)
+    images, labels = task.some_images
     with torch.no_grad():
-        best = load(folder / "last.safetensors")(images).softmax(1).max(1)
+        likely = load(folder / "best.safetensors")(images).softmax(1).max(1)
     shown = task.preprocessing.denormalise(images)
     path = folder / "predictions.png"
-    pictures.append(draw_predictions(shown, labels, best.indices, best.values, classes, path, overwrite=True))
-    return pictures
+    draw_predictions(shown, labels, likely.indices, likely.values, classes, path, overwrite=True)
 
 
-def _some_images(data: EvalData, count: int) -> tuple[Tensor, Tensor]:
-    """About ``count`` images and labels spread over the set."""
-    stride, seen, chosen = max(1, data.size // count), 0, []
-    for images, labels in data.batches():
-        places = slice(-seen % stride, None, stride)
-        chosen.append((images[places], labels[places]))
-        seen += len(labels)
-    images, labels = (torch.cat(parts)[:count] for parts in zip(*chosen, strict=True))
-    return images, labels
-
-
-CLASSIFICATION = Kind("classification", ClassificationRecipe, _task, paper_redraw, _draw)
+CLASSIFICATION = Kind("classification", ClassificationRecipe, _task, paper_redraw, _draw, ("top1", "top5"))

@@ -20,6 +20,11 @@ STAGES = {"retinanet": (2, 3, 4), "mask_rcnn": (1, 2, 3, 4)}
 ANCHOR_SCALES = {"retinanet": 4.0, "mask_rcnn": 8.0}
 """Anchors of 32 pixels and up: on the map of stride 8 in RetinaNet, of stride 4 in Mask R-CNN."""
 
+COUNTS = (
+    *("num_classes", "channels", "max_size", "box_width", "mask_channels", "mask_layers"),
+    *("proposals", "samples", "detections"),
+)
+
 
 @dataclass(frozen=True)
 class DetectorConfig:
@@ -33,6 +38,7 @@ class DetectorConfig:
       longer side, which wins over ``min_size``.
     - ``anchor_scale``: side of the smallest anchor in cells of its map; None for the kind's own.
     - ``box_width``, ``mask_channels``, ``mask_layers``: of the heads of Mask R-CNN.
+    - ``proposals``: regions per image that Mask R-CNN looks at; ``samples``: how many of them it learns from.
     - ``score_threshold``, ``nms_threshold``, ``detections``: which results an image keeps, and how many at most.
     """
 
@@ -49,6 +55,8 @@ class DetectorConfig:
     box_width: int = 1024
     mask_channels: int = 256
     mask_layers: int = 4
+    proposals: int = 1000
+    samples: int = 512
     score_threshold: float = 0.05
     nms_threshold: float = 0.5
     detections: int = 100
@@ -64,7 +72,7 @@ class DetectorConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; give at least one number")
-        for name in ("num_classes", "channels", "max_size", "box_width", "mask_channels", "mask_layers", "detections"):
+        for name in COUNTS:
             check_at_least(name, getattr(self, name), 1)
         for size in self.min_size:
             check_at_least("min_size", size, 1)

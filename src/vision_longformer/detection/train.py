@@ -79,7 +79,7 @@ def _redraw_is_due(step: int, epoch: int, step_of_epoch: int) -> bool:
     return step % REDRAW_STEPS == 0
 
 
-def _draw(task: DetectionTask, folder: Path) -> list[Path]:
+def _draw(task: DetectionTask, folder: Path) -> None:
     """A page of evaluation images with what the best detector finds in them."""
     model, _, categories, _ = load_named(folder / "best.safetensors")
     names = [category.name for category in categories]
@@ -90,7 +90,9 @@ def _draw(task: DetectionTask, folder: Path) -> list[Path]:
         image = data.read(index)[0]
         pictures.append(draw_objects(image, find_objects(model, image), names))
     caption = f"{recipe.data}, {recipe.eval_split}: found with a score of at least one half"
-    return [save_image(page(pictures, caption), folder / "predictions.png", overwrite=True)]
+    save_image(page(pictures, caption), folder / "predictions.png", overwrite=True)
 
 
-DETECTION = Kind("detection", DetectionRecipe, _task, _redraw_is_due, _draw)
+CURVES = ("box_AP50", "mask_AP50", "box_AP", "mask_AP")
+
+DETECTION = Kind("detection", DetectionRecipe, _task, _redraw_is_due, _draw, CURVES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -13,6 +14,7 @@ from .backbone_schedule import BackboneSchedule, RedrawIsDue
 from .distribution import from_main, make_accelerator
 from .loop import Training, total_steps
 from .observers import Observers, TensorBoard
+from .pictures import Pictures
 from .recipes import build, load_recipe, to_yaml
 from .run_directory import RECIPE, RunDirectory, next_free
 from .settings import BackboneSettings
@@ -23,27 +25,31 @@ T = TypeVar("T", bound=Task)
 
 
 class Trained(NamedTuple):
-    """A finished run: its directory, the last evaluation and the pictures drawn."""
+    """A finished run: its directory and the last evaluation."""
 
     run: Path
     results: dict[str, float]
-    pictures: list[Path]
 
     @property
     def checkpoint(self) -> Path:
         return self.run / "best.safetensors"
 
+    @property
+    def pictures(self) -> list[Path]:
+        return sorted(self.run.glob("*.png"))
+
 
 @dataclass(frozen=True)
 class Kind(Generic[R, T]):
     """A kind of training, such as "classification": what its recipes are, how they become tasks, when Performer
-    features are drawn anew, and the pictures that a finished run leaves in its directory."""
+    features are drawn anew, the pictures of what the best model does, and the results that make curves."""
 
     name: str
     recipe: type[R]
     make_task: Callable[[R, Accelerator], T]
     redraw_is_due: RedrawIsDue
-    draw: Callable[[T, Path], list[Path]]
+    draw: Callable[[T, Path], None]
+    curves: tuple[str, ...]
 
     def resolve(self, recipe: str | R, **changes: Any) -> R:
         """A recipe by name or file, with single settings changed."""
@@ -80,10 +86,11 @@ class Kind(Generic[R, T]):
         schedule = BackboneSchedule(task.model, recipe.seed, shift_until, self.redraw_is_due)
         if recipe.compile:
             task.model.compile()
-        watching = [observer or Observer()] if accelerator.is_main_process else []
-        if watching and TensorBoard.installed():
-            watching.append(TensorBoard(run.path / "tensorboard"))
+        watching: list[Observer] = []
+        if accelerator.is_main_process:
+            watching = [observer or Observer(), Pictures(run, self.curves, partial(self.draw, task))]
+            if TensorBoard.installed():
+                watching.append(TensorBoard(run.path / "tensorboard"))
         results = Training(task, recipe, run, accelerator, schedule, Observers(*watching)).train()
-        pictures = self.draw(task, run.path) if accelerator.is_main_process else []
         accelerator.wait_for_everyone()
-        return Trained(run.path, results, pictures)
+        return Trained(run.path, results)
