@@ -1,0 +1,55 @@
+"""``vil explain``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .output import counting, print_line
+from .predict import picture_paths
+
+
+def explain(
+    checkpoint: str,
+    image: str,
+    *,
+    point: str | None = None,
+    stage: int | None = None,
+    head: int | None = None,
+    size: int | None = None,
+    output: str = "explained",
+) -> None:
+    """Show what a classifier attends to in an image: a picture, and a page to explore with the mouse.
+
+    Args:
+        checkpoint: a .safetensors file that 'vil train' or 'vil convert' wrote.
+        image: an image file of any kind and size.
+        point: the pixel X,Y of the image whose token the picture explains; the middle by default.
+        stage: show all layers of this stage, counted from 1; by default the last layer of every stage.
+        head: show this head, counted from 1; all by default.
+        size: side of the square image that the model sees; the one it was trained with by default.
+        output: a folder to write NAME.png and NAME.html into.
+    """
+    from ..explain import draw, write_page
+    from ..explain import explain as explain_image
+
+    chosen = None if point is None else parse_point(point)
+    (picture,) = picture_paths([Path(image)], Path(output))
+    page = picture.with_suffix(".html")
+    if page.exists():
+        raise FileExistsError(f"{page} exists; give another folder or remove it first")
+    with counting("following attention back") as progress:
+        explanation = explain_image(checkpoint, image, point=chosen, size=size, progress=progress)
+    draw(explanation, picture, stage=stage, head=head)
+    print_line(f"wrote {picture}")
+    with counting("writing weights") as progress:
+        write_page(explanation, page, stage=stage, head=head, progress=progress)
+    print_line(f"wrote {page}, to be opened in a browser")
+
+
+def parse_point(text: str) -> tuple[int, int]:
+    """``"120,80"`` as (x, y)."""
+    match = re.fullmatch(r"\s*(-?\d+)\s*,\s*(-?\d+)\s*", text)
+    if match is None:
+        raise ValueError(f"point is {text!r}; write X,Y in pixels of the image, such as 120,80")
+    return int(match[1]), int(match[2])

@@ -1,0 +1,118 @@
+"""What a classifier attends to in an image file, ready to be drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..checkpoint.container import DETECTOR, read_info
+from ..classification.classifier import Classifier, load_classifier
+from ..classification.images import decode_image
+from ..classification.predict import Prediction
+from ..errors import CheckpointError
+from .layers import Layer, capture
+from .rollout import Progress, Rollout, rollout
+from .view import View, check_point, seen_part
+
+SHOWN_CLASSES = 3
+SHARPEST = 4
+"""How many times finer than the model's input an image is shown, if its file is that fine."""
+
+SHOWN_SIDE = 900
+"""Pixels of the longer side beyond which an image is not shown finer."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The layers of a model that looked at an image, and what follows from them.
+
+    - ``image``: what the model saw, perhaps in finer pixels; ``size``: (height, width) of the model's input.
+    - ``point``: the chosen pixel (x, y) of that input.
+    """
+
+    prediction: Prediction
+    image: Image.Image
+    size: tuple[int, int]
+    point: tuple[float, float]
+    layers: tuple[Layer, ...]
+    rollout: Rollout
+
+    @property
+    def stages(self) -> list[list[Layer]]:
+        """The layers of each stage."""
+        count = self.layers[-1].stage
+        return [[layer for layer in self.layers if layer.stage == stage] for stage in range(1, count + 1)]
+
+
+def explain(
+    checkpoint: str | Path,
+    image: str | Path,
+    *,
+    point: tuple[int, int] | None = None,
+    size: int | None = None,
+    progress: Progress | None = None,
+) -> Explanation:
+    """Look at an image with a classifier and keep what its attention did.
+
+    ``point`` is a pixel (x, y) of the image file, its middle if None. ``size`` is the side of the square that the model
+    sees, its own if None. ``progress`` is told how many layers of how many are done.
+    """
+    decoded = decode_image(image)
+    model, preprocessing, _ = _load(checkpoint, size)
+    view = seen_part(decoded.size, preprocessing.size, preprocessing.crop_pct)
+    chosen = check_point(point, decoded.size, view)
+    pixels = preprocessing.transform()(decoded)[None]
+    layers = capture(model, pixels)
+    with torch.no_grad():
+        probabilities = model(pixels)[0].double().softmax(0)
+    shown = preprocessing.transform(_shown_size(preprocessing.size, view))(decoded)
+    return Explanation(
+        _prediction(str(image), probabilities, preprocessing.classes),
+        _to_image(preprocessing.denormalise(shown[None])[0]),
+        preprocessing.size,
+        chosen,
+        tuple(layers),
+        rollout(layers, model.config, progress),
+    )
+
+
+def _load(checkpoint: str | Path, size: int | None) -> Classifier:
+    try:
+        return load_classifier(checkpoint, size)
+    except CheckpointError as error:
+        if _is_detector(checkpoint):
+            raise CheckpointError(
+                f"{checkpoint} is a detector, and classifiers are explained; for the attention of its backbone, use "
+                "capture(detector_backbone(load_detector(...)), images) of vision_longformer.explain in Python"
+            ) from error
+        raise
+
+
+def _is_detector(checkpoint: str | Path) -> bool:
+    try:
+        read_info(checkpoint, DETECTOR)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _shown_size(size: tuple[int, int], view: View) -> tuple[int, int]:
+    """A multiple of the model's input, as fine as the file is, within limits."""
+    finer = max(1, min(SHARPEST, round(1 / view.scale), SHOWN_SIDE // max(size)))
+    return size[0] * finer, size[1] * finer
+
+
+def _prediction(file: str, probabilities: Tensor, classes: Sequence[str]) -> Prediction:
+    best = probabilities.sort(descending=True, stable=True)
+    labels = tuple(classes[index] for index in best.indices[:SHOWN_CLASSES].tolist())
+    return Prediction(file, labels, tuple(best.values[:SHOWN_CLASSES].tolist()))
+
+
+def _to_image(pixels: Tensor) -> Image.Image:
+    """uint8 (1 or 3, H, W) as an RGB image."""
+    return Image.fromarray(pixels.expand(3, -1, -1).permute(1, 2, 0).numpy())
