@@ -18,12 +18,23 @@ from .zoo import MODELS, model_config
 __all__: list[str] = []
 
 
+FIRST_CONV, CLASSIFIER = "stages.0.patch_embed.proj", "head"
+FITTED_BY_TIMM = (f"{FIRST_CONV}.weight", f"{CLASSIFIER}.")
+
+
 def checkpoint_filter_fn(state: dict[str, Tensor], model: VisionLongformer) -> dict[str, Tensor]:
-    """Weights of another image size or window, their tables resized to the model's."""
-    return adapt_state(state, model)[0]
+    """Weights of another image size or window, their tables resized to the model's.
+
+    The first convolution and the head stay as they are, for timm itself fits them to other channels and classes.
+    """
+    own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(FITTED_BY_TIMM)}
+    given = {name: tensor for name, tensor in state.items() if name.startswith(FITTED_BY_TIMM)}
+    others = {name: tensor for name, tensor in state.items() if name not in given}
+    return {**adapt_state({**own, **others}, model)[0], **given}
 
 
-def _data_config(config: ModelConfig) -> dict[str, Any]:
+def data_config(config: ModelConfig) -> dict[str, Any]:
+    """What timm's loader of weights and its transforms need to know of a model."""
     return {
         "num_classes": config.num_classes,
         "input_size": (config.in_chans, *config.img_size),
@@ -31,14 +42,15 @@ def _data_config(config: ModelConfig) -> dict[str, Any]:
         "interpolation": "bicubic",
         "mean": IMAGENET_DEFAULT_MEAN,
         "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "stages.0.patch_embed.proj",
-        "classifier": "head",
+        "first_conv": FIRST_CONV,
+        "classifier": CLASSIFIER,
     }
 
 
 def _entry_point(name: str, config: ModelConfig) -> Callable[..., Any]:
     def create(pretrained: bool = False, **options: Any) -> Any:
-        out_indices = options.pop("out_indices", tuple(range(len(config.stages))))
+        stages = options.get("stages", config.stages)
+        out_indices = options.pop("out_indices", tuple(range(len(stages))))
         return build_model_with_cfg(
             VisionLongformer,
             name,
@@ -60,7 +72,7 @@ def create_model(name: str, **options: Any) -> Any:
     return timm.create_model(name, **options)
 
 
-default_cfgs = generate_default_cfgs({name: _data_config(config) for name, config in MODELS.items()})
+default_cfgs = generate_default_cfgs({name: data_config(config) for name, config in MODELS.items()})
 
 for _name, _config in MODELS.items():
     register_model(_entry_point(_name, _config))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..files import written_whole
+from .location import weights_file
 
 CLASSIFIER, DETECTOR = "vision_longformer/1", "vision_longformer_detector/1"
 
@@ -44,39 +45,57 @@ def write(
     return path
 
 
+class Description(NamedTuple):
+    """What a file says of itself: its format, the configuration of its model, information about its weights."""
+
+    format: str
+    config: dict[str, Any]
+    info: dict[str, Any]
+
+
+def describe(path: str | Path) -> Description:
+    """What a file of any format of ours says of itself."""
+    with _opened(path, *READERS) as file:
+        return Description(file.metadata()["format"], _config(path, file), _info(path, file))
+
+
 def read(path: str | Path, format: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Configuration and tensors of a file of this format."""
-    path = Path(path)
     with _opened(path, format) as file:
-        config = _json(path, file.metadata(), "config", "configuration")
-        return config, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return _config(path, file), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def read_info(path: str | Path, format: str) -> dict[str, Any]:
     """What :func:`write` was given as ``info``."""
-    path = Path(path)
     with _opened(path, format) as file:
-        return _json(path, {"info": "{}", **file.metadata()}, "info", "information about its weights")
+        return _info(path, file)
 
 
 @contextmanager
-def _opened(path: Path, format: str) -> Iterator[Any]:
-    """A file of this format, open; others are refused by what they are."""
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+def _opened(location: str | Path, *formats: str) -> Iterator[Any]:
+    """A file of one of these formats, open; others are refused by what they are."""
+    path = weights_file(location)
     try:
         with safe_open(path, framework="pt") as file:
             found = (file.metadata() or {}).get("format", "")
-            if found != format:
+            if found not in formats:
                 what = READERS.get(found, "a safetensors file, but not one of ours")
-                wanted = READERS[format].partition(",")[0]
+                wanted = " or ".join(READERS[format].partition(",")[0] for format in formats)
                 raise CheckpointError(f"{path} is {what}; {wanted} was asked for, and nothing was loaded")
             yield file
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); nothing was loaded") from error
 
 
-def _json(path: Path, metadata: Mapping[str, str], key: str, what: str) -> dict[str, Any]:
+def _config(path: str | Path, file: Any) -> dict[str, Any]:
+    return _json(path, file.metadata(), "config", "configuration")
+
+
+def _info(path: str | Path, file: Any) -> dict[str, Any]:
+    return _json(path, {"info": "{}", **file.metadata()}, "info", "information about its weights")
+
+
+def _json(path: str | Path, metadata: Mapping[str, str], key: str, what: str) -> dict[str, Any]:
     try:
         return dict(json.loads(metadata[key]))
     except (KeyError, TypeError, ValueError) as error:

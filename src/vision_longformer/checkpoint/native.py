@@ -26,7 +26,10 @@ def save(
 
 
 def load(path: str | Path) -> VisionLongformer:
-    """The model of a file written by :func:`save`, in evaluation mode."""
+    """The model of a file written by :func:`save`, in evaluation mode.
+
+    ``path`` may also be a folder of :mod:`vision_longformer.hub`, or ``hf-hub:owner/name`` on the Hugging Face Hub.
+    """
     data, state = read(path, CLASSIFIER)
     try:
         config = ModelConfig.from_dict(data)
