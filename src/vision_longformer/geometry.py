@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 RULES = ("chunk", "exact", "cyclic", "cyclic_release")
@@ -67,6 +68,20 @@ def pad_map(image: Tensor, axis: int, bottom: int, right: int) -> Tensor:
     return F.pad(image, (0, 0) * (image.dim() - axis - 2) + (0, right, 0, bottom))
 
 
+def in_order(x: Tensor) -> Tensor:
+    """A contiguous copy. ``contiguous`` would first ask whether one is needed, and tie a graph to the answer."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def tokens_to_map(tokens: Tensor, grid: Grid) -> Tensor:
+    """Tokens (B, N, dim) as a map (B, dim, height, width): a view of them, in exported graphs a copy.
+
+    A convolution asks of a view whether its channels come last, and the answer would depend on the number of images.
+    """
+    image = tokens.transpose(1, 2).unflatten(2, tuple(grid))
+    return in_order(image) if torch.compiler.is_exporting() else image
+
+
 def is_cyclic(rule: str) -> bool:
     return rule.startswith("cyclic")
 
@@ -78,7 +93,7 @@ def neighbour_block(neighbour: Tensor) -> Tensor:
 
 def axis_blocks(chunks: int, rule: str) -> tuple[int, ...]:
     """Which of the offsets -1, 0, 1 can hold a key at all, for an axis of so many chunks."""
-    return (-1, 0, 1) if chunks > 1 or is_cyclic(rule) else (0,)
+    return (0,) if statically_known_true(chunks <= 1) and not is_cyclic(rule) else (-1, 0, 1)
 
 
 def present_blocks(chunks: Grid, rule: str) -> list[int]:
@@ -89,7 +104,7 @@ def present_blocks(chunks: Grid, rule: str) -> list[int]:
 
 def covers_map(grid: Grid, window: int) -> bool:
     """Whether the nine blocks of every chunk hold the whole map, so that rule ``chunk`` is full attention."""
-    return max(grid.chunks(window)) <= 2
+    return all(statically_known_true(count <= 2) for count in grid.chunks(window))
 
 
 class ChunkTables(NamedTuple):
@@ -124,9 +139,10 @@ _cached_chunk_tables = lru_cache(maxsize=64)(_chunk_tables)
 def _axis_tables(length: int, chunks: int, window: int, rule: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Per axis: the source chunk (3, chunks) of each block and the validity (3, chunks, w) of its keys."""
     unwrapped = torch.arange(-1, 2, device=device)[:, None] + torch.arange(chunks, device=device)
-    source = unwrapped.remainder(chunks)
+    before, after = unwrapped < 0, unwrapped >= chunks
+    source = unwrapped + chunks * (before.long() - after.long())
     inside = source[..., None] * window + torch.arange(window, device=device) < length
-    wrapped = (unwrapped != source)[..., None]
+    wrapped = (before | after)[..., None]
     if rule == "cyclic":
         return source, inside
     if rule == "cyclic_release":

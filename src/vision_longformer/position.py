@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from .errors import check_choice
@@ -23,14 +24,14 @@ def small_normal(*shape: int) -> nn.Parameter:
 
 def resize_axis(table: Tensor, length: int) -> Tensor:
     """Linear resize of a table (n, d) along its positions to (length, d)."""
-    if table.shape[0] == length:
+    if statically_known_true(table.shape[0] == length):
         return table
     return F.interpolate(table.t()[None], size=length, mode="linear", align_corners=False)[0].t()
 
 
 def resize_map(table: Tensor, old: Grid, new: Grid) -> Tensor:
     """Bilinear resize of a table (N, d) over the map ``old`` to the map ``new``."""
-    if old == new:
+    if all(statically_known_true(a == b) for a, b in zip(old, new, strict=True)):
         return table
     image = table.t().unflatten(1, tuple(old))[None]
     return F.interpolate(image, size=tuple(new), mode="bilinear", align_corners=False)[0].flatten(1).t()

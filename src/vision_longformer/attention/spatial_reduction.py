@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..geometry import Grid, pad_map
+from ..geometry import Grid, pad_map, tokens_to_map
 from .projection import Projections, attend, split_linear
 
 
@@ -30,7 +30,7 @@ class SpatialReductionAttention(Projections):
         return self.merge(attend(q, k, v, self.scale))
 
     def _reduced(self, local: Tensor, grid: Grid) -> Tensor:
-        image = local.transpose(1, 2).unflatten(2, tuple(grid))
+        image = tokens_to_map(local, grid)
         ratio = self.reduce.stride[0]
         image = pad_map(image, 2, max(0, ratio - grid.height), max(0, ratio - grid.width))
         image = self.reduce(image)

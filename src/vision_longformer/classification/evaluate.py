@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import check_at_least
-from .classifier import load_classifier
+from .classifier import ExportedClassifier, open_classifier
 from .data import EvalData, Process, class_names, eval_data
 from .metrics import Result, Score
 from .recipe import ClassificationRecipe
@@ -42,7 +42,7 @@ def evaluate(
     Under ``torchrun``, each process takes a share, every image is counted once, and all return the whole result.
 
     Args:
-        checkpoint: a .safetensors file of ours.
+        checkpoint: a .safetensors file of ours, or a .onnx or .pt2 file that was exported from one.
         data: as in recipes: a folder, .npz, .tar or .zip file, shards, or the built-in fashion-mnist.
         split: which part of it.
         size: side of the square that the model sees of each image; as in training if None.
@@ -52,7 +52,10 @@ def evaluate(
         skip_bad_images: leave out images that cannot be read, instead of stopping.
         tell: is told of progress.
     """
-    model, preprocessing, named = load_classifier(checkpoint, size)
+    classifier = open_classifier(checkpoint, size)
+    if isinstance(classifier, ExportedClassifier) and precision != "fp32":
+        raise ValueError(f"{checkpoint} computes in the precision that it was exported with; leave out {precision}")
+    model, preprocessing, named = classifier
     check_at_least("batch_size", batch_size, 1)
     recipe = ClassificationRecipe(
         data=data,

@@ -10,7 +10,7 @@ import torch
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from ..errors import check_at_least
-from .classifier import load_classifier
+from .classifier import open_classifier
 from .images import decode_image
 
 
@@ -26,14 +26,14 @@ class Prediction:
 def predict(
     checkpoint: str | Path, images: Sequence[str | Path], *, top: int = 5, size: int | None = None
 ) -> list[Prediction]:
-    """The ``top`` classes of each image, by the checkpoint's own preprocessing.
+    """The ``top`` classes of each image, by the own preprocessing of a checkpoint or exported file.
 
     A folder stands for the images inside. ``size`` is the side of the square that the model sees of each image, the
     one it was trained with if None. Images run one by one, so that memory does not grow with their number.
     """
     check_at_least("top", top, 1)
     files = image_files(images)
-    model, preprocessing, _ = load_classifier(checkpoint, size)
+    model, preprocessing, _ = open_classifier(checkpoint, size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
     transform = preprocessing.transform()

@@ -27,7 +27,7 @@ def detect_predict(
     In tiles, objects that a tile cuts are put together from the pieces that neighbouring tiles found.
 
     Args:
-        checkpoint: a .safetensors file of a detector.
+        checkpoint: a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
         images: image files of any kind and size; a folder stands for the images inside.
         threshold: lowest score of what is shown.
         output: a folder to write each image into, with boxes, masks, names and scores, as NAME.png.

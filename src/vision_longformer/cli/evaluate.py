@@ -31,7 +31,7 @@ def evaluate(
     Under torchrun, processes share the images, and each is counted once.
 
     Args:
-        checkpoint: a .safetensors file that 'vil train' or 'vil convert' wrote.
+        checkpoint: a .safetensors file that 'vil train' or 'vil convert' wrote, or one of 'vil export'.
         data: a folder, .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist.
         split: name of the split.
         size: side of the square images that the model sees; the one it was trained with by default.

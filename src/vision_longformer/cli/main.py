@@ -12,14 +12,19 @@ from .bench import bench
 from .convert import convert
 from .cost import cost
 from .detect_check import detect_check
+from .detect_convert import detect_convert
 from .detect_evaluate import detect_evaluate
 from .detect_predict import detect_predict
 from .detect_train import detect_train
 from .doctor import doctor
 from .evaluate import evaluate
+from .explain import explain
+from .export import export
+from .hub import hub_push, hub_save
 from .models import models
 from .parser import Group, parser_message, run_command
 from .predict import predict
+from .quantise import quantise
 from .recipes import detect_recipes, recipes
 from .table_cost import table_cost
 from .table_detection import table_detection
@@ -46,8 +51,13 @@ COMMANDS = Group(
                 "evaluate": detect_evaluate,
                 "predict": detect_predict,
                 "check": detect_check,
+                "convert": detect_convert,
             },
         ),
+        "explain": explain,
+        "export": export,
+        "quantise": quantise,
+        "hub": Group("Models as folders, and on the Hugging Face Hub.", {"save": hub_save, "push": hub_push}),
     },
 )
 

@@ -21,7 +21,7 @@ def predict(
     """Show what a classifier takes images for: the likeliest classes and their probabilities.
 
     Args:
-        checkpoint: a .safetensors file that 'vil train' or 'vil convert' wrote.
+        checkpoint: a .safetensors file that 'vil train' or 'vil convert' wrote, or one of 'vil export'.
         images: image files of any kind and size; a folder stands for the images inside.
         top: how many classes to show.
         size: side of the square images that the model sees; the one it was trained with by default.

@@ -8,9 +8,11 @@ from typing import NamedTuple
 from torch import nn
 
 from ..errors import CheckpointError
+from ..export.loaded import is_exported
 from .checkpoint import load_detector, load_detector_info
 from .config import DetectorConfig
 from .dataset import Category
+from .exported import load_exported_detector
 
 
 class Detector(NamedTuple):
@@ -23,12 +25,17 @@ class Detector(NamedTuple):
 
 
 def load_named(checkpoint: str | Path) -> Detector:
-    """The detector of a checkpoint in evaluation mode."""
-    model = load_detector(checkpoint)
+    """The detector of a checkpoint, or of a file exported from one, in evaluation mode."""
+    model: nn.Module
+    if is_exported(checkpoint):
+        model = load_exported_detector(checkpoint)
+        stored = model.metadata.get("categories") if model.metadata.get("named", True) else None
+    else:
+        model = load_detector(checkpoint)
+        stored = load_detector_info(checkpoint).get("categories")
     config = model.config
     assert isinstance(config, DetectorConfig)
     count = config.num_classes
-    stored = load_detector_info(checkpoint).get("categories")
     if stored is None:
         return Detector(model, config, tuple(Category(number, str(number)) for number in range(1, count + 1)), False)
     try:

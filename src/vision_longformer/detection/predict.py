@@ -50,7 +50,7 @@ def find_objects(
     model: nn.Module, image: Image.Image, *, threshold: float = 0.5, tile: int | None = None
 ) -> list[Found]:
     """Objects in an RGB image, whole or in tiles."""
-    device = next(model.parameters()).device
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     pixels = image_tensor(image).to(device)
     side = max(image.size) if tile is None else tile
     found = []

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..attention import LongformerAttention, PerformerAttention
 from ..config import ModelConfig, size_pair
+from ..geometry import tokens_to_map
 from .random_shift import RandomShift
 from .stage import Stage
 
@@ -107,7 +108,7 @@ class VisionLongformer(nn.Module):
             results.append((tokens, grid))
             count = tokens.shape[1] - grid.tokens
             carried = tokens[:, : self.config.stages[index].global_tokens] if self.config.carry_global_tokens else None
-            x = tokens[:, count:].transpose(1, 2).unflatten(2, tuple(grid))
+            x = tokens_to_map(tokens[:, count:], grid)
         return results
 
     def _draw_neighbours(self) -> tuple[Tensor, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..geometry import Grid, pad_map
 
@@ -26,6 +27,6 @@ class PatchEmbed(nn.Module):
         grid = Grid(height, width).reduced(self.patch, pad=self.pad)
         if self.pad:
             image = pad_map(image, 2, grid.height * self.patch - height, grid.width * self.patch - width)
-        elif min(grid) < 1:
+        elif any(statically_known_true(side < 1) for side in grid):
             raise ValueError(f"a map of {height}×{width} is smaller than the patch of {self.patch}×{self.patch}")
         return self.norm(self.proj(image).flatten(2).transpose(1, 2)), grid

@@ -10,6 +10,7 @@ from ..geometry import (
     Grid,
     block_offsets,
     chunk_tables,
+    in_order,
     neighbour_block,
     pad_map,
     present_blocks,
@@ -24,15 +25,15 @@ def to_chunks(tokens: Tensor, grid: Grid, window: int) -> Tensor:
     bottom, right = chunks.height * window - grid.height, chunks.width * window - grid.width
     image = pad_map(tokens.unflatten(1, tuple(grid)), 1, bottom, right)
     split = image.unflatten(2, (chunks.width, window)).unflatten(1, (chunks.height, window))
-    return split.permute(0, 5, 1, 3, 2, 4, 6).flatten(4, 5).flatten(2, 3)
+    return in_order(split.permute(0, 5, 1, 3, 2, 4, 6)).flatten(4, 5).flatten(2, 3)
 
 
 def from_chunks(chunked: Tensor, grid: Grid, window: int) -> Tensor:
     """The inverse of :func:`to_chunks`: (B, heads, M, w², dim) to (B, N, heads, dim), padding cropped."""
     chunks = grid.chunks(window)
     split = chunked.unflatten(3, (window, window)).unflatten(2, tuple(chunks))
-    image = split.permute(0, 2, 4, 3, 5, 1, 6).flatten(3, 4).flatten(1, 2)
-    return image[:, : grid.height, : grid.width].flatten(1, 2)
+    image = in_order(split.permute(0, 2, 4, 3, 5, 1, 6)).flatten(3, 4).flatten(1, 2)
+    return pad_map(image, 1, grid.height - chunks.height * window, grid.width - chunks.width * window).flatten(1, 2)
 
 
 def selected_blocks(spec: LocalSpec, neighbour: Tensor | None, device: torch.device) -> Tensor:
@@ -47,7 +48,7 @@ def block_sources(spec: LocalSpec, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """For the selected blocks: their source chunks (n, M) and which keys do not count (M, 1, n·w²)."""
     tables = chunk_tables(spec.grid, spec.window, spec.rule, blocks.device)
     invalid = ~tables.valid.index_select(0, blocks)
-    return tables.source.index_select(0, blocks), invalid.transpose(0, 1).flatten(1).unsqueeze(1)
+    return tables.source.index_select(0, blocks), in_order(invalid.transpose(0, 1)).flatten(1).unsqueeze(1)
 
 
 def block_bias(table: Tensor | None, spec: LocalSpec, blocks: Tensor, like: Tensor) -> Tensor | None:

@@ -13,6 +13,7 @@ from . import (
     flex,
     fused_cpu,
     masked_dense,
+    shifted_chunk,
     sliding_chunk,
     sliding_chunk_autograd,
     tiled,
@@ -31,13 +32,17 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "flex": flex,
     "sliding_chunk": sliding_chunk,
     "sliding_chunk_autograd": sliding_chunk_autograd,
+    "shifted_chunk": shifted_chunk,
     "unfold_tensor": unfold_tensor,
     "unfold_nn": unfold_nn,
     "masked_dense": masked_dense,
 }
-"""All implementations; ``auto`` takes the first of :data:`AUTOMATIC` that can run."""
+"""All implementations; ``auto`` takes the first of :data:`AUTOMATIC` that can run, or of :data:`PORTABLE`."""
 
 AUTOMATIC = ("triton_gpu", "fused_cpu", "whole_map", "tiled", "unfold_tensor")
+
+PORTABLE = ("whole_map", "shifted_chunk", "sliding_chunk_autograd", "unfold_tensor")
+"""What ``torch.export`` gets: nothing but PyTorch's own operators, and the same ones for all sizes of a map."""
 
 
 def local_attention(
@@ -102,7 +107,8 @@ def why_not(implementation: str, spec: LocalSpec, q: Tensor) -> str | None:
 
 def _choose(implementation: str, spec: LocalSpec, q: Tensor) -> ModuleType:
     if implementation == "auto":
-        implementation = next(name for name in AUTOMATIC if why_not(name, spec, q) is None)
+        candidates = PORTABLE if torch.compiler.is_exporting() else AUTOMATIC
+        implementation = next(name for name in candidates if why_not(name, spec, q) is None)
     reason = why_not(implementation, spec, q)
     if reason is not None:
         raise ValueError(f"implementation {implementation!r} cannot run this: {reason}")

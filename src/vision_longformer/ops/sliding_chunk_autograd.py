@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..geometry import in_order
 from .chunks import block_bias, block_sources, from_chunks, selected_blocks, to_chunks
 from .spec import LocalSpec, refuse_dilation
 
@@ -27,17 +28,22 @@ def attend(
     if added is not None:
         scores = scores + added[:, None]
     scores = scores.masked_fill(invalid, float("-inf"))
-    to_global = queries @ k[:, :global_tokens].permute(0, 2, 3, 1).unsqueeze(2)
+    to_global = _to_all(queries, k[:, :global_tokens].permute(0, 2, 3, 1))
     if global_bias is not None:
         to_global = to_global + global_bias[:, None, None]
     weights = torch.cat([to_global, scores], -1).softmax(-1)
     out = weights[..., global_tokens:] @ _gather(v[:, global_tokens:], source, spec)
-    out = out + weights[..., :global_tokens] @ v[:, :global_tokens].transpose(1, 2).unsqueeze(2)
+    out = out + _to_all(weights[..., :global_tokens], v[:, :global_tokens].transpose(1, 2))
     return from_chunks(out, grid, window)
+
+
+def _to_all(chunked: Tensor, matrix: Tensor) -> Tensor:
+    """Rows of all chunks (B, heads, M, w², n) times one matrix (B, heads, n, m): no broadcast, nothing copied."""
+    return (chunked.flatten(2, 3) @ in_order(matrix)).unflatten(2, (-1, chunked.shape[3]))
 
 
 def _gather(tokens: Tensor, source: Tensor, spec: LocalSpec) -> Tensor:
     """Keys or values of the selected blocks of every chunk, (B, heads, M, n·w², dim)."""
     chunked = to_chunks(tokens, spec.grid, spec.window)
-    gathered = chunked.index_select(2, source.t().flatten())
+    gathered = chunked.index_select(2, in_order(source.t()).flatten())
     return gathered.unflatten(2, (-1, source.shape[0])).flatten(3, 4)

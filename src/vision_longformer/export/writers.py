@@ -1,0 +1,77 @@
+"""A module as a traced program, and the program as a file."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental import _config as symbolic
+
+from .metadata import encode
+
+METADATA_FILE = "metadata.json"
+"""The name of the metadata inside a ``.pt2`` file."""
+
+Shapes = tuple[dict[int, Dim], ...] | None
+"""For each input, the axes that may vary, as named dimensions; None if none may."""
+
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+
+
+def trace(module: nn.Module, inputs: tuple[Tensor, ...], dynamic_shapes: Shapes = None) -> ExportedProgram:
+    """The operations of ``module`` on ``inputs``, for all sizes that ``dynamic_shapes`` admits.
+
+    Sizes of 1 are traced like any other ones: usually they are taken to be constant, as they may be broadcast, and a
+    file for any size would then refuse a map of one chunk or an image alone in its batch.
+    """
+    any_size = symbolic.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]  # as torch.onnx does
+    with torch.no_grad(), any_size:
+        return torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes, strict=False)
+
+
+def write_onnx(
+    program: ExportedProgram,
+    path: Path,
+    *,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    metadata: Mapping[str, Any],
+    dynamic_shapes: Shapes = None,
+) -> None:
+    """Write a program as ONNX, weights included; the axes of :func:`trace` keep their names."""
+    check_onnx()
+    names = tuple({axis: dim.__name__ for axis, dim in one.items()} for one in dynamic_shapes or ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about details of the conversion, which the comparison afterwards judges
+        converted = torch.onnx.export(
+            program,
+            input_names=input_names,
+            output_names=output_names,
+            dynamic_shapes=names,
+            verbose=False,
+            dynamo=True,
+        )
+    assert converted is not None
+    converted.model.metadata_props.update(encode(metadata))
+    converted.save(path, external_data=False)
+
+
+def write_pt2(program: ExportedProgram, path: Path, *, metadata: Mapping[str, Any]) -> None:
+    """Write a program as ``torch.export.load`` reads it."""
+    torch.export.save(program, path, extra_files={METADATA_FILE: json.dumps(encode(metadata))})
+
+
+def check_onnx() -> None:
+    """Refuse, unless the packages for ONNX are installed."""
+    missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"ONNX needs {', '.join(missing)}; install with: pip install 'vision-longformer[export]', or use .pt2 files"
+        )

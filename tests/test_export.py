@@ -1,0 +1,277 @@
+"""Exported files: they compute what their model does, at any size, and are used like a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from helpers import SMALL_MODELS, assert_close, build, image, small_config
+from PIL import Image
+
+from vision_longformer import VisionLongformer, create_model, load, save
+from vision_longformer import config as cfg
+from vision_longformer.classification.classifier import load_exported_classifier
+from vision_longformer.classification.evaluate import evaluate
+from vision_longformer.classification.predict import predict
+from vision_longformer.classification.preprocessing import Preprocessing
+from vision_longformer.cli.export import export as export_command
+from vision_longformer.cli.parser import Group, run_command
+from vision_longformer.errors import CheckpointError
+from vision_longformer.export import export_model, load_exported, writers
+from vision_longformer.export.parity import ExportError, compare
+
+CLASSES = ("ant", "bee", "cat", "dog", "eel")
+PREPARE = Preprocessing((32, 32), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3), 0.9, "bicubic", CLASSES)
+LOCAL = cfg.Longformer(window=2)
+
+
+def _model(*mechanisms: cfg.AttentionConfig, **options: Any) -> VisionLongformer:
+    """A small model whose tables are large enough to matter."""
+    model = VisionLongformer(small_config(*mechanisms, **{"img_size": (32, 32), **options})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("export") / "model.safetensors"
+    return save(_model(LOCAL, position="relative"), path, info={"preprocessing": PREPARE.to_dict()})
+
+
+@pytest.fixture(scope="module", params=["onnx", "pt2"])
+def any_size(request: pytest.FixtureRequest, checkpoint: Path) -> Path:
+    """The checkpoint as a file for any size, written by the command."""
+    _vil("export", checkpoint, "--format", request.param, "--dynamic")
+    return checkpoint.with_suffix(f".{request.param}")
+
+
+@pytest.fixture(scope="module")
+def loaded(any_size: Path) -> ExportedModel:
+    return load_exported(any_size)
+
+
+def _vil(*argv: object) -> None:
+    run_command("vil", Group("", {"export": export_command}), [str(word) for word in argv], "0")
+
+
+# What a file computes
+
+
+def test_one_file_for_any_size(loaded: ExportedModel, checkpoint: Path) -> None:
+    model = load(checkpoint)
+    for size in [(32, 32), (33, 45), (91, 68), (1, 1), (8, 200)]:
+        for batch in (1, 3):
+            images = image(*size, batch=batch)
+            with torch.no_grad():
+                assert_close(loaded(images), model(images), 1e-5, f"logits of {batch} images of {size}")
+
+
+@pytest.mark.parametrize(
+    "mechanism", [cfg.Full(), cfg.GlobalMemory(), cfg.Performer(8), LOCAL], ids=lambda one: one.kind
+)
+def test_mechanisms_at_any_size(mechanism: cfg.AttentionConfig, tmp_path: Path) -> None:
+    """With absolute position, whose tables are resized inside the file."""
+    model = _model(mechanism)
+    exported = export_model(model, tmp_path / "model.pt2", format="pt2", dynamic=True)
+    assert [one.shape for one in exported.differences] == [(2, 3, 32, 32), (1, 3, 33, 45), (1, 3, 91, 68), (1, 3, 4, 4)]
+    images = image(57, 20)
+    with torch.no_grad():
+        assert_close(load_exported(exported.path)(images), model(images), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [cfg.Full(), cfg.GlobalMemory(), cfg.Linformer(6), cfg.SpatialReduction(4), cfg.Performer(8)],
+    ids=lambda one: one.kind,
+)
+def test_rivals_at_a_fixed_size(mechanism: cfg.AttentionConfig, tmp_path: Path) -> None:
+    """Not the size that the tables and projections were made for."""
+    model = _model(mechanism)
+    exported = export_model(model, tmp_path / "model.onnx", size=(40, 28))
+    images = image(40, 28, batch=3)
+    with torch.no_grad():
+        assert_close(load_exported(exported.path)(images), model(images), 1e-5)
+
+
+def test_backbone(tmp_path: Path) -> None:
+    """Two stages, the second of one chunk; the maps of both come out, and the model stays as it was."""
+    model = _model(LOCAL, LOCAL, position="relative").train()
+    exported = export_model(model, tmp_path / "maps.onnx", backbone=True, size=16)
+    images = image(16, 16)
+    maps = load_exported(exported.path)(images)
+    with torch.no_grad():
+        expected = model.eval().forward_intermediates(images, intermediates_only=True)
+    for got, wanted in zip(maps, expected, strict=True):
+        assert_close(got, wanted, 1e-5)
+    assert exported.metadata["strides"] == [4, 8]
+    session = onnxruntime.InferenceSession(exported.path)
+    assert [one.name for one in session.get_outputs()] == ["stage_1", "stage_2"]
+    assert model.config.img_size == (32, 32)
+
+
+def test_the_graph_has_no_operators_of_ours(any_size: Path) -> None:
+    """A program that never heard of this package can run the file; its axes have names."""
+    if any_size.suffix == ".pt2":
+        nodes = torch.export.load(any_size).graph.nodes
+        operators = {str(node.target) for node in nodes if node.op == "call_function"}
+        assert operators
+        assert not [name for name in operators if "vision_longformer" in name]
+        return
+    session = onnxruntime.InferenceSession(any_size)
+    (images,), (logits,) = session.get_inputs(), session.get_outputs()
+    assert (images.name, images.shape) == ("images", ["batch", 3, "height", "width"])
+    assert (logits.name, logits.shape) == ("logits", ["batch", 5])
+
+
+def test_metadata(any_size: Path, checkpoint: Path) -> None:
+    data = load_exported(any_size).metadata
+    assert (data["kind"], data["dynamic"], data["version"]) == ("classifier", True, "0.1.0")
+    assert Preprocessing.from_dict(data, "file") == PREPARE
+    assert load_exported(any_size).config == load(checkpoint).config
+    if any_size.suffix == ".onnx":
+        texts = onnxruntime.InferenceSession(any_size).get_modelmeta().custom_metadata_map
+        assert json.loads(texts["classes"]) == list(CLASSES)
+
+
+def test_a_file_that_differs_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model(cfg.Full())
+    run = torch.export.ExportedProgram.module
+    monkeypatch.setattr(torch.export.ExportedProgram, "module", lambda self: lambda x: run(self)(x) + 0.01)
+    with pytest.raises(ExportError, match=r"differs from its model by 0\.01 on an input of \(2, 3, 32, 32\)"):
+        export_model(model, tmp_path / "model.pt2", format="pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_not_a_number_is_a_difference() -> None:
+    with pytest.raises(ExportError, match="differs from its model by nan"):
+        compare(lambda x: x / 0 * 0, lambda x: x, (torch.ones(1, 2),))
+
+
+# A file in place of a checkpoint
+
+
+@pytest.fixture(scope="module")
+def photo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("photos") / "photo.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (80, 100, 3), dtype=np.uint8)).save(path)
+    return path
+
+
+@pytest.mark.parametrize("size", [None, 45])
+def test_predict_as_the_checkpoint_does(any_size: Path, checkpoint: Path, photo: Path, size: int | None) -> None:
+    (got,), (expected,) = (predict(file, [photo], size=size) for file in (any_size, checkpoint))
+    assert got.labels == expected.labels
+    assert got.probabilities == pytest.approx(expected.probabilities, rel=1e-5)
+
+
+def test_evaluate_as_the_checkpoint_does(any_size: Path, checkpoint: Path, tmp_path: Path) -> None:
+    drawn = np.random.default_rng(1)
+    images, labels = drawn.integers(0, 256, (10, 32, 32, 3), dtype=np.uint8), np.arange(10) % 4
+    np.savez(tmp_path / "data.npz", test_x=images, test_y=labels, classes=np.array(CLASSES))
+    options = {"data": str(tmp_path / "data.npz"), "batch_size": 4, "workers": 0}
+    got, expected = (evaluate(file, **options) for file in (any_size, checkpoint))
+    assert got[:3] == expected[:3]
+    assert got.loss == pytest.approx(expected.loss, rel=1e-5)
+    with pytest.raises(ValueError, match="computes in the precision that it was exported with"):
+        evaluate(any_size, **options, precision="bf16")
+
+
+def test_a_fixed_size_is_kept_to(checkpoint: Path, photo: Path, tmp_path: Path, capsys: Any) -> None:
+    output = tmp_path / "fixed.pt2"
+    _vil("export", checkpoint, output, "--format", "pt2", "--size", "24x40")
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.split()[:1] == ["24×40"] for line in lines) == 2
+    assert lines[-1].startswith(f"wrote {output}: 0.")
+    classifier = load_exported_classifier(output)
+    assert classifier.preprocessing == Preprocessing(**{**PREPARE.to_dict(), "size": (24, 40)})
+    assert classifier.model.config.img_size == (24, 40)
+    with torch.no_grad():
+        images = image(24, 40)
+        assert_close(classifier.model(images), load(checkpoint)(images), 1e-5)
+    with pytest.raises(ValueError, match=r"fixed\.pt2 takes images of 24×40 only; export with --dynamic"):
+        predict(output, [photo], size=32)
+    with pytest.raises(FileExistsError, match=r"fixed\.pt2 exists"):
+        _vil("export", checkpoint, output, "--format", "pt2")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "part"),
+    [
+        ((LOCAL, cfg.Linformer(6)), "stage 2 cannot be exported for any size: its linformer attention projects"),
+        ((cfg.SpatialReduction(4),), "stage 1 cannot be exported for any size: its spatial_reduction attention"),
+    ],
+)
+def test_what_cannot_be_for_any_size(mechanisms: Any, part: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{part}.*export it for one size instead"):
+        export_model(_model(*mechanisms), tmp_path / "model.onnx", dynamic=True)
+
+
+def test_wrong_input(checkpoint: Path, tmp_path: Path) -> None:
+    for argv, sentence in [
+        ((checkpoint, "--format", "tflite"), "unknown format 'tflite'"),
+        ((checkpoint, "model.pt2"), r"model\.pt2 should end in \.onnx, as the format is onnx"),
+        ((checkpoint, "--size", "32", "--dynamic"), "a file for any size has no size of its own"),
+        (("vision_longformer_tiny",), "vision_longformer_tiny is a model without weights; give a .safetensors file"),
+        ((tmp_path / "none.safetensors",), "there is no file"),
+    ]:
+        with pytest.raises((ValueError, FileNotFoundError), match=sentence):
+            _vil("export", *argv, "--overwrite")
+    headless = save(VisionLongformer(SMALL_MODELS["two_stages"], num_classes=0), tmp_path / "headless.safetensors")
+    with pytest.raises(CheckpointError, match="has no classes"):
+        _vil("export", headless)
+    with pytest.raises(ValueError, match="no classes to tell apart; export it as a backbone"):
+        export_model(load(headless), tmp_path / "headless.onnx")
+
+
+def test_files_that_are_no_exported_models(tmp_path: Path, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        predict(tmp_path / "none.onnx", [photo])
+    for suffix in ("onnx", "pt2"):
+        broken = tmp_path / f"broken.{suffix}"
+        broken.write_bytes(b"not a model")
+        with pytest.raises(CheckpointError, match=rf"broken\.{suffix} is not a whole \.{suffix} file"):
+            predict(broken, [photo])
+    foreign = tmp_path / "foreign.pt2"
+    torch.export.save(torch.export.export(torch.nn.Identity(), (torch.ones(1),)), foreign)
+    with pytest.raises(CheckpointError, match="was not written by 'vil export'"):
+        load_exported(foreign)
+    with pytest.raises(ValueError, match=r"should end in \.onnx or \.pt2"):
+        load_exported(photo)
+    monkeypatch.setattr(writers, "find_spec", lambda name: None if name == "onnxscript" else name)
+    with pytest.raises(
+        ValueError, match=r"ONNX needs onnxscript; install with: pip install 'vision-longformer\[export\]'"
+    ):
+        export_model(build("flat"), tmp_path / "model.onnx")
+
+
+# Full size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vision_longformer_tiny", "vision_longformer_tiny_ape", "vision_longformer_small"])
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_full_size(name: str, format: str, tmp_path: Path) -> None:
+    exported = export_model(create_model(name), tmp_path / f"model.{format}", format=format, dynamic=True)
+    sizes = [one.shape[2:] for one in exported.differences]
+    assert sizes == [(224, 224), (225, 301), (640, 480), (32, 32)]
+    assert max(one.difference for one in exported.differences) <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", ["full", "global", "linformer", "sra64", "performer", "partial_vil"])
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_full_size_rivals(mechanism: str, format: str, tmp_path: Path) -> None:
+    model = create_model(f"msvit_tiny_1_1_9_1_{mechanism}")
+    exported = export_model(model, tmp_path / f"model.{format}", format=format)
+    assert max(one.difference for one in exported.differences) <= 1e-4
