@@ -17,6 +17,11 @@ from torchvision.transforms.v2.functional import normalize, pil_to_tensor
 import vision_longformer  # noqa: F401  (registers the models)
 
 
+def peak_gigabytes() -> float:
+    """Memory of this process at its highest."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def main(photo: str, name: str = "vision_longformer_small") -> None:
     image = ImageOps.exif_transpose(Image.open(photo)).convert("RGB")
     pixels = normalize(
@@ -27,8 +32,8 @@ def main(photo: str, name: str = "vision_longformer_small") -> None:
     with torch.inference_mode():
         maps = model(pixels[None])
     seconds = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{name} on {image.width}×{image.height}: {seconds:.2f} s, peak memory of the process {peak:.2f} GB")
+    peak = f"peak memory of the process {peak_gigabytes():.2f} GB"
+    print(f"{name} on {image.width}×{image.height}: {seconds:.2f} s, {peak}")
     print("maps:", ", ".join(f"{m.shape[1]}×{m.shape[2]}×{m.shape[3]}" for m in maps))
 
 

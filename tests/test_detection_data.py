@@ -18,8 +18,8 @@ from vision_longformer.cli.detect_check import detect_check
 from vision_longformer.detection.coco import CocoData
 from vision_longformer.detection.coco_check import check_coco
 from vision_longformer.detection.dataset import Target, open_detection
-from vision_longformer.detection.loader import DetectionLoader, DetectionShare, Scales
-from vision_longformer.detection.transforms import image_tensor, mirror, resize, training_target
+from vision_longformer.detection.loader import DetectionLoader, DetectionShare
+from vision_longformer.detection.transforms import image_tensor, mirror, training_target
 
 WIDTH, HEIGHT = 40, 30
 SQUARE = [[5, 5, 15, 5, 15, 15, 5, 15]]
@@ -177,8 +177,10 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD)
-def test_bad_annotations(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """Refused with file and annotation id; left out when asked; and found by the check."""
+def test_bad_annotations(
+    change: dict[str, Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Refused with file and annotation id; left out when asked, which is logged; and found by the check."""
     wrong = {**_annotation(2), **change}
     content = _content([_annotation(1), wrong])
     folder = _write(tmp_path, content)
@@ -188,6 +190,7 @@ def test_bad_annotations(change: dict[str, Any], message: str, tmp_path: Path) -
     assert f"annotation {wrong['id']} of image {wrong['image_id']} " in str(caught.value)
     skipping = CocoData(folder, "train", skip_bad=True)
     assert len(skipping.problems) == 1
+    assert message in caplog.text
     assert skipping.read(0)[1].boxes.tolist() == [[5, 5, 15, 15]]
     (checked,) = check_coco(folder)
     assert [(p.image, p.annotation) for p in checked.problems] == [(wrong["image_id"], wrong["id"])]
@@ -218,7 +221,7 @@ def test_bad_categories(tmp_path: Path) -> None:
     assert data.read(0)[1].labels.tolist() == [1]
 
 
-def test_missing_images(tmp_path: Path) -> None:
+def test_missing_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = _data(tmp_path)
     (tmp_path / "train/2.png").unlink()
     with pytest.raises(FileNotFoundError, match=r"there is no file .*2\.png, which is image 3 of .*train\.json"):
@@ -230,6 +233,7 @@ def test_missing_images(tmp_path: Path) -> None:
     (batch,) = loader.batches(0)
     assert len(batch[0]) == 2
     assert loader.skipped == 1
+    assert caplog.messages == ["1 images of epoch 0 could not be read; others took their place"]
     with pytest.raises(FileNotFoundError, match="which is image 3"):
         list(DetectionShare(data, workers=1).images())
 
@@ -242,7 +246,9 @@ def test_images_of_another_size(tmp_path: Path) -> None:
     (tmp_path / "train/1.png").write_bytes(b"no image")
     with pytest.raises(ImageError, match=r"1\.png cannot be read as an image"):
         data.read(1)
-    (checked,) = check_coco(tmp_path)
+    told: list[tuple[int, int]] = []
+    (checked,) = check_coco(tmp_path, tell=lambda done, total: told.append((done, total)))
+    assert told == [(1, 3), (2, 3), (3, 3)]
     assert [(p.image, p.what.split(" (")[0].split(":")[0]) for p in checked.problems] == [
         (1, f"is stated to be 40×30, but {tmp_path}/train/0.png is 30×40"),
         (2, "cannot be read"),
@@ -304,18 +310,6 @@ def test_mirrored_together() -> None:
     assert torch.equal(target.masks[0], _red(image))
 
 
-@pytest.mark.parametrize(("shorter", "longest", "size"), [(40, 1000, (80, 40)), (40, 60, (60, 30)), (10, 90, (20, 10))])
-def test_resized_together(shorter: int, longest: int, size: tuple[int, int]) -> None:
-    image, target = resize(*_sample(), shorter, longest)
-    scale = size[0] / 40
-    assert image.size == size
-    assert target.boxes[0].tolist() == pytest.approx([2 * scale, 4 * scale, 12 * scale, 10 * scale])
-    assert target.area[0].item() == pytest.approx(60 * scale**2)
-    assert target.masks is not None
-    assert target.masks[0].sum() == pytest.approx(60 * scale**2)
-    assert torch.equal(target.masks[0], _red(image))
-
-
 def test_crowds_are_not_learned() -> None:
     learned = training_target(_sample()[1])
     assert learned["labels"].tolist() == [5]
@@ -336,14 +330,13 @@ def _shown(images: list[torch.Tensor]) -> list[int]:
 def test_batches_are_functions_of_their_place(tmp_path: Path) -> None:
     """A resumed epoch, other workers and two processes show what a single uninterrupted run shows."""
     data = _many(tmp_path)
-    options: dict[str, Any] = {"seed": 3, "batch_size": 4, "scales": Scales((10, 15, 20), 40)}
+    options: dict[str, Any] = {"seed": 3, "batch_size": 4}
     loader = DetectionLoader(data, **options)
     assert loader.batches_per_epoch == 2
     epochs = [list(loader.batches(epoch)) for epoch in (0, 1)]
     orders = [[number for images, _ in epoch for number in _shown(images)] for epoch in epochs]
     assert [sorted(order) for order in orders] == [list(range(8))] * 2
     assert orders[0] != orders[1]
-    assert {image.shape[1] for epoch in epochs for images, _ in epoch for image in images} == {10, 15, 20}
     resumed = list(DetectionLoader(data, workers=1, **options).batches(1, 1))
     parts = [DetectionLoader(data, process=Process(rank, 2), **options).batches(1, 1) for rank in (0, 1)]
     halves = [next(part) for part in parts]

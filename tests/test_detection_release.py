@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vision_longformer import load_release
+from vision_longformer.cli.detect_convert import detect_convert
 from vision_longformer.detection.config import DetectorConfig
+from vision_longformer.detection.detector import load_named
 from vision_longformer.detection.release import load_release_detector
 from vision_longformer.errors import CheckpointError
 
@@ -214,3 +216,22 @@ def test_other_detectors_are_refused(tmp_path: Path) -> None:
         load_release_detector({"model": state}, _config("mask_rcnn", backbone="vision_longformer_tiny_ape"))
     with pytest.raises(ValueError, match="the backbone resnet18 is timm's"):
         load_release_detector({"model": state}, _config("mask_rcnn", backbone="resnet18"))
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A detector of the paper's size is written with the names and ids of COCO's categories."""
+    monkeypatch.setitem(globals(), "CLASSES", 80)
+    monkeypatch.setitem(globals(), "CHANNELS", 256)
+    state = _state("retinanet")
+    torch.save({"model": state}, tmp_path / "released.pth")
+    converted = tmp_path / "ours.safetensors"
+    detect_convert(str(tmp_path / "released.pth"), str(converted), model="vision_longformer_tiny", detector="retinanet")
+    assert "retinanet on vision_longformer_tiny, 16.2" in capsys.readouterr().out
+    detector = load_named(converted)
+    assert torch.equal(detector.model.get_parameter("head.regression_head.bbox_reg.bias"), state["head.bbox_pred.bias"])
+    named = {category.id: category.name for category in detector.categories}
+    assert (len(named), named[1], named[90]) == (80, "person", "toothbrush")
+    with pytest.raises(FileExistsError, match="exists"):
+        detect_convert(
+            str(tmp_path / "released.pth"), str(converted), model="vision_longformer_tiny", detector="retinanet"
+        )

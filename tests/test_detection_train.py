@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from detection_helpers import write_garments
 from helpers import StopAt
 
 from vision_longformer.cli.main import main
 from vision_longformer.detection.detector import load_named
+from vision_longformer.detection.evaluate import evaluate
 from vision_longformer.detection.train import DETECTION, resume, train
-from vision_longformer.training.recipes import recipe_names
+from vision_longformer.training.recipes import to_yaml
 from vision_longformer.training.run_directory import RunDirectory, load_state
-from vision_longformer.training.schedules import learning_rate
-
-NAMES = recipe_names("detection")
 
 SMALL = {"channels": 8, "box_width": 8, "mask_channels": 8, "mask_layers": 1, "min_size": [48, 64], "max_size": 96}
 
@@ -29,41 +30,7 @@ STAGES = [
 
 @pytest.fixture(scope="module")
 def coco(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve images of the built-in data in COCO's form, four of them for evaluation."""
-    from pycocotools import mask as rle
-
-    from vision_longformer.detection.dataset import open_detection
-
-    folder = tmp_path_factory.mktemp("coco")
-    for split, count in (("train", 8), ("validation", 4)):
-        data = open_detection("garments:96", split)
-        content: dict[str, Any] = {"images": [], "annotations": []}
-        content["categories"] = [category._asdict() for category in data.categories]
-        (folder / split).mkdir()
-        for index in range(count):
-            image, target = data.read(index)
-            image.save(folder / split / f"{index}.png")
-            content["images"].append(
-                {"id": index, "file_name": f"{index}.png", "width": image.width, "height": image.height}
-            )
-            assert target.masks is not None
-            for box, label, mask in zip(target.boxes.tolist(), target.labels.tolist(), target.masks, strict=True):
-                coded = rle.encode(mask.numpy().astype("uint8", order="F"))
-                left, top, right, bottom = box
-                content["annotations"].append(
-                    {
-                        "id": len(content["annotations"]) + 1,
-                        "image_id": index,
-                        "category_id": data.categories[label - 1].id,
-                        "bbox": [left, top, right - left, bottom - top],
-                        "area": float(rle.area(coded)),
-                        "iscrowd": 0,
-                        "segmentation": {"size": coded["size"], "counts": coded["counts"].decode()},
-                    }
-                )
-        (folder / "annotations").mkdir(exist_ok=True)
-        (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(content))
-    return folder
+    return write_garments(tmp_path_factory.mktemp("coco"), ("train", 8), ("validation", 4))
 
 
 def settings(data: Path, **changes: Any) -> dict[str, Any]:
@@ -120,21 +87,22 @@ def test_retinanet_learns_without_masks(coco: Path, tmp_path: Path) -> None:
     assert "mask_AP" not in result.results
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_recipes_follow_the_paper(name: str) -> None:
-    recipe = DETECTION.resolve(name)
-    if name == "quickstart":
-        return
-    kind, size, length = name.rsplit("_", 2)
-    peak = 8e-5 if size == "base" else 1e-4
-    total, drops = {"1x": (90_000, (60_000, 80_000)), "3x": (270_000, (180_000, 240_000))}[length]
-    assert (recipe.detector, recipe.model) == (kind, f"vision_longformer_{size}")
-    assert (recipe.steps, recipe.batch_size, recipe.clip_norm, recipe.weight_decay) == (total, 16, 1.0, 0.05)
-    rates = [learning_rate(recipe, step, total, recipe.count_warmup(7330)) for step in (0, 1000, drops[0], drops[1])]
-    assert rates == pytest.approx([0.01 * peak, peak, 0.1 * peak, 0.01 * peak])
-    assert learning_rate(recipe, drops[0] - 1, total, 1000) == pytest.approx(peak)
-    sizes = (800,) if length == "1x" else (640, 672, 704, 736, 768, 800)
-    assert (recipe.config(80).min_size, recipe.config(80).max_size) == (sizes, 1333)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_train_one_detector(coco: Path, tmp_path: Path, strategy: str) -> None:
+    """What is saved scores what the processes measured together, each on its share of the images."""
+    options = {**SMALL, "score_threshold": 0.0}
+    recipe = DETECTION.resolve("quickstart", **settings(coco, strategy=strategy, detector_options=options, ema=None))
+    (tmp_path / "mine.yaml").write_text(to_yaml(recipe))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "vision_longformer"]
+    command = ["detect", "train", str(tmp_path / "mine.yaml"), "--output", str(tmp_path / "run")]
+    subprocess.run([*launch, *command], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    records = RunDirectory(tmp_path / "run").records()
+    assert [record["step"] for record in records if "loss" in record] == [2, 4, 6, 8]
+    alone = evaluate(tmp_path / "run" / "last.safetensors", str(coco), workers=0)
+    assert alone.images == 4
+    assert alone.boxes.overall["AR100"] > 0
+    assert records[-1]["evaluation"]["box_AR100"] == pytest.approx(alone.boxes.overall["AR100"], abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from decimal import Decimal
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from helpers import SMALL_MODELS
 from torch.utils.flop_counter import FlopCounterMode
 
 from vision_longformer import zoo
-from vision_longformer.analysis import agreement, paper_detection
+from vision_longformer.analysis import agreement, detection_memory, paper_detection
 from vision_longformer.analysis.detection_macs import executed_detector_macs, paper_detector_macs
 from vision_longformer.analysis.detection_memory import MemoryMeter
 from vision_longformer.analysis.paper_detection import DetectionRow, compare_detector, detection_entries
@@ -106,6 +110,22 @@ def test_memory_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(large, int)
     assert large > small > 10**6
     assert "unknown backbone" in str(meter.measure("mask_rcnn", "nothing_of_that_name", (64, 64)))
+
+
+def test_a_step_that_does_not_fit_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux ends a process that takes too much memory by SIGKILL, and this one before others."""
+
+    def out_of_memory(config: DetectorConfig) -> NoReturn:
+        if config.kind == "retinanet":
+            raise ValueError(f"score {Path('/proc/self/oom_score_adj').read_text()}")
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    monkeypatch.setattr(detection_memory, "build_detector", out_of_memory)
+    meter = MemoryMeter()
+    backbone = "vision_longformer_tiny"
+    assert meter.measure("mask_rcnn", backbone, (64, 64)) == "the process ended with -9, perhaps out of memory"
+    assert meter.measure("retinanet", backbone, (64, 64)) == "failed: score 1000"
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .output import print_json, print_line, print_table
+from .output import counting, print_json, print_line, print_table
 
 SHOWN = 50
 """Problems that fit on a screen; --json lists all."""
@@ -23,7 +23,8 @@ def detect_check(data: str, *, split: str | None = None, json: bool = False) -> 
     """
     from ..detection.coco_check import check_coco
 
-    checked = check_coco(data, split)
+    with counting("checking") as tell:
+        checked = check_coco(data, split, tell)
     if json:
         print_json(
             [

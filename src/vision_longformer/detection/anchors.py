@@ -61,7 +61,7 @@ class AlignedRoIAlign(MultiScaleRoIAlign):
         regions = torch.cat([numbers, torch.cat(boxes)], 1)
         levels = self.mapper(boxes)
         first = x[self.featmap_names[0]]
-        pooled = first.new_zeros(len(regions), first.shape[1], *self.output_size)
+        pooled = first.new_zeros(regions.shape[0], first.shape[1], *self.output_size)
         for level, (name, stride) in enumerate(zip(self.featmap_names, self.strides, strict=True)):
             chosen = torch.where(levels == level)[0]
             part = roi_align(x[name], regions[chosen].to(x[name].dtype), self.output_size, 1 / stride, 0, aligned=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from .coco_files import open_coco
 from .coco_rules import Problem, inspect_coco, named_categories
 from .dataset import Category, Target
 
+logger = logging.getLogger(__name__)
+
 
 class CocoData:
     """:class:`~.dataset.DetectionData` from ``data``; labels follow the order of the categories' ids.
@@ -35,6 +38,8 @@ class CocoData:
         self.problems = found.problems
         if self.problems and not skip_bad:
             raise ValueError(f"{self._files.annotations}: {_summary(self.problems)}")
+        if self.problems:
+            logger.warning("%s: passed over: %s", self._files.annotations, _summary(self.problems))
         if not found.annotations:
             raise ValueError(f"{self._files.annotations} has no annotations with which nothing is wrong")
         self.categories = tuple(Category(*pair) for pair in sorted(named_categories(content).items()))

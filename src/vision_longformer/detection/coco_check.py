@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import ExifTags, Image
 
+from ..training.task import Tell
 from .coco_files import CocoFiles, found_splits, open_coco
 from .coco_rules import Problem, inspect_coco
 
@@ -24,23 +25,25 @@ class Checked(NamedTuple):
     problems: list[Problem]
 
 
-def check_coco(data: str | Path, split: str | None = None) -> list[Checked]:
-    """Check a split, or all that there are."""
+def check_coco(data: str | Path, split: str | None = None, tell: Tell | None = None) -> list[Checked]:
+    """Check a split, or all that there are; ``tell`` is told of the images of each."""
     data = Path(data)
     if not data.exists():
         raise FileNotFoundError(f"there is no data {data}; give a folder or a .json file in COCO's form")
-    return [_check(open_coco(data, name)) for name in ([split] if split else found_splits(data))]
+    return [_check(open_coco(data, name), tell) for name in ([split] if split else found_splits(data))]
 
 
-def _check(files: CocoFiles) -> Checked:
+def _check(files: CocoFiles, tell: Tell | None) -> Checked:
     found = inspect_coco(files.content)
-    problems = [*found.problems, *_file_problems(files, found.images.values())]
+    problems = [*found.problems, *_file_problems(files, found.images.values(), tell)]
     return Checked(files.annotations, len(files.content["images"]), len(files.content["annotations"]), problems)
 
 
-def _file_problems(files: CocoFiles, records: Iterable[dict[str, Any]]) -> Iterator[Problem]:
+def _file_problems(files: CocoFiles, records: Collection[dict[str, Any]], tell: Tell | None) -> Iterator[Problem]:
     """Images that are missing, or of another size than their boxes and masks were made for."""
-    for record in records:
+    for done, record in enumerate(records, 1):
+        if tell is not None:
+            tell(done, len(records))
         path = files.image(record)
         if not path.is_file():
             yield Problem(record["id"], None, f"has no file: {path} is missing")

@@ -1,14 +1,15 @@
 """Batches for training and single images for evaluation, for one of the processes of a run.
 
-Which image comes when, and how it is mirrored and resized, is a function of the seed and the place in the run, as in
+Which image comes when, and how it is mirrored, is a function of the seed and the place in the run, as in
 classification, whose order and worker processes these are.
 """
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from ..classification.data.loading import UNREADABLE, BatchDataset, batch_loader
 from ..classification.data.order import Batching, epoch_order
 from ..training.randomness import derive
 from .dataset import DetectionData, Target
-from .transforms import Sample, image_tensor, mirror, resize, training_target
+from .transforms import Sample, image_tensor, mirror, training_target
+
+logger = logging.getLogger(__name__)
 
 ALONE = Process()
 
@@ -29,24 +32,14 @@ Place = tuple[int, range]
 """An epoch, and the positions in it that make a micro-batch."""
 
 
-class Scales(NamedTuple):
-    """Sizes to train at: ``shorter`` sides, of which one is drawn, and the limit of the longer one."""
-
-    shorter: Sequence[int]
-    longest: int
-
-
 class _TrainingSamples:
     """Makes batches from places alone, so that it does not matter which worker is asked for which.
 
     Beside a batch there is the number of images that were passed over for it.
     """
 
-    def __init__(
-        self, data: DetectionData, seed: int, batch: int, hflip: float, scales: Scales | None, skip_bad: bool
-    ) -> None:
-        self._data, self._seed, self._batch = data, seed, batch
-        self._hflip, self._scales, self._skip_bad = hflip, scales, skip_bad
+    def __init__(self, data: DetectionData, seed: int, batch: int, hflip: float, skip_bad: bool) -> None:
+        self._data, self._seed, self._batch, self._hflip, self._skip_bad = data, seed, batch, hflip, skip_bad
         self._indices = torch.as_tensor(data.with_objects())
         self._order: tuple[int, Tensor] | None = None
 
@@ -55,7 +48,8 @@ class _TrainingSamples:
         images, targets, skipped = [], [], 0
         for position in positions:
             sample, bad = self._read(epoch, position)
-            image, target = self._varied(sample, random.Random(derive(self._seed, "augment", epoch, position)))
+            drawn = random.Random(derive(self._seed, "augment", epoch, position))
+            image, target = mirror(*sample) if drawn.random() < self._hflip else sample
             images.append(image_tensor(image))
             targets.append(training_target(target))
             skipped += bad
@@ -72,13 +66,6 @@ class _TrainingSamples:
                 if not self._skip_bad:
                     raise
         raise DataError("none of the images can be read")
-
-    def _varied(self, sample: Sample, drawn: random.Random) -> Sample:
-        if drawn.random() < self._hflip:
-            sample = mirror(*sample)
-        if self._scales is not None:
-            sample = resize(*sample, drawn.choice(self._scales.shorter), self._scales.longest)
-        return sample
 
     def _epoch_order(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:
@@ -99,7 +86,6 @@ class DetectionLoader:
         process: which of the processes this is.
         workers: data-loading processes.
         hflip: probability of mirroring.
-        scales: sizes to train at; None for those of the images.
         skip_bad: replace images that cannot be read by others, instead of stopping.
     """
 
@@ -113,7 +99,6 @@ class DetectionLoader:
         process: Process = ALONE,
         workers: int = 0,
         hflip: float = 0.5,
-        scales: Scales | None = None,
         skip_bad: bool = False,
     ) -> None:
         self.categories = data.categories
@@ -121,7 +106,7 @@ class DetectionLoader:
         self._batching = Batching(batch_size, accumulate, process)
         self.batches_per_epoch = self._batching.micro_batches(len(data.with_objects()))
         self._places: list[Place] = []
-        samples = _TrainingSamples(data, seed, batch_size, hflip, scales, skip_bad)
+        samples = _TrainingSamples(data, seed, batch_size, hflip, skip_bad)
         self._loader = batch_loader(BatchDataset(samples), self._places, workers)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -129,9 +114,14 @@ class DetectionLoader:
         numbers = range(start, self.batches_per_epoch)
         self._places[:] = [(epoch, self._batching.positions(number)) for number in numbers]
         items: Iterator[Any] = loaded(self._loader)
-        for batch, skipped in items:
-            self.skipped += skipped
-            yield batch
+        before = self.skipped
+        try:
+            for batch, skipped in items:
+                self.skipped += skipped
+                yield batch
+        finally:
+            if bad := self.skipped - before:
+                logger.warning("%d images of epoch %d could not be read; others took their place", bad, epoch)
 
 
 class DetectionShare:

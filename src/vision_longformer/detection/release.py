@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.models.detection import MaskRCNN_ResNet50_FPN_Weights
 
 from ..checkpoint.release import read_pth, translate
 from ..checkpoint.release_names import ReleaseNames, Source, model_names
 from ..config import ModelConfig
 from ..errors import CheckpointError
 from .config import DetectorConfig, backbone_config
+from .dataset import Category
 from .models import build_detector
 
 DERIVED = ("pixel_mean", "pixel_std", ".cell_anchors.", "backbone.bottom_up.norm.", "backbone.bottom_up.head.")
@@ -43,6 +45,12 @@ def load_release_detector(source: str | Path | Mapping[str, Any], config: Detect
         raise CheckpointError("these weights do not fit the detector; nothing was loaded\n  " + "\n  ".join(wrong))
     model.load_state_dict(state)
     return model.eval()
+
+
+def coco_categories() -> tuple[Category, ...]:
+    """COCO's 80 categories with their ids, as torchvision names them beside its own weights."""
+    names = MaskRCNN_ResNet50_FPN_Weights.COCO_V1.meta["categories"]
+    return tuple(Category(number, name) for number, name in enumerate(names) if name not in ("__background__", "N/A"))
 
 
 def _weights(source: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:

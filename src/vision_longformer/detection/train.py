@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 PICTURED = 6
 """Images on the page of predictions."""
 
+PICTURED_SCORE = 0.3
+"""Lowest score of what is drawn there: a detector that has just begun is not sure of anything."""
+
 REDRAW_STEPS = 1000
 
 
@@ -88,8 +91,8 @@ def _draw(task: DetectionTask, folder: Path) -> None:
     pictures = []
     for index in range(min(PICTURED, len(data))):
         image = data.read(index)[0]
-        pictures.append(draw_objects(image, find_objects(model, image), names))
-    caption = f"{recipe.data}, {recipe.eval_split}: found with a score of at least one half"
+        pictures.append(draw_objects(image, find_objects(model, image, threshold=PICTURED_SCORE), names))
+    caption = f"{recipe.data}, {recipe.eval_split}: found with a score of at least {PICTURED_SCORE}"
     save_image(page(pictures, caption), folder / "predictions.png", overwrite=True)
 
 

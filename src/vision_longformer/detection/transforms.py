@@ -1,4 +1,4 @@
-"""Images and their objects mirrored and resized together."""
+"""Images and their objects mirrored together, and as tensors to learn from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
 
@@ -21,23 +20,6 @@ def mirror(image: Image.Image, target: Target) -> Sample:
     boxes = torch.stack((image.width - right, top, image.width - left, bottom), 1)
     masks = None if target.masks is None else target.masks.flip(2)
     return ImageOps.mirror(image), replace(target, boxes=boxes, masks=masks)
-
-
-def resize(image: Image.Image, target: Target, shorter: int, longest: int) -> Sample:
-    """The shorter side brought to ``shorter`` pixels, or to less if the longer one would exceed ``longest``."""
-    scale = min(shorter / min(image.size), longest / max(image.size))
-    width, height = (max(1, round(side * scale)) for side in image.size)
-    across, down = width / image.width, height / image.height
-    masks = target.masks
-    if masks is not None:
-        masks = F.interpolate(masks[None].to(torch.uint8), (height, width), mode="nearest-exact")[0].bool()
-    resized = replace(
-        target,
-        boxes=target.boxes * torch.tensor([across, down, across, down]),
-        masks=masks,
-        area=target.area * across * down,
-    )
-    return image.resize((width, height), Image.Resampling.BILINEAR), resized
 
 
 def image_tensor(image: Image.Image) -> Tensor:
