@@ -13,7 +13,8 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import check_at_least
-from .classifier import ExportedClassifier, open_classifier
+from ..export.loaded import is_exported
+from .classifier import open_classifier
 from .data import EvalData, Process, class_names, eval_data
 from .metrics import Result, Score
 from .recipe import ClassificationRecipe
@@ -52,10 +53,9 @@ def evaluate(
         skip_bad_images: leave out images that cannot be read, instead of stopping.
         tell: is told of progress.
     """
-    classifier = open_classifier(checkpoint, size)
-    if isinstance(classifier, ExportedClassifier) and precision != "fp32":
+    if is_exported(checkpoint) and precision != "fp32":
         raise ValueError(f"{checkpoint} computes in the precision that it was exported with; leave out {precision}")
-    model, preprocessing, named = classifier
+    model, preprocessing, named = open_classifier(checkpoint, size)
     check_at_least("batch_size", batch_size, 1)
     recipe = ClassificationRecipe(
         data=data,
