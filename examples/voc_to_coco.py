@@ -1,17 +1,17 @@
 """Boxes in Pascal VOC's XML files as a data set in COCO's form, with large images cut into tiles.
 
-    python examples/voc_to_coco.py ANNOTATED OUTPUT [--tile 400] [--validation 4]
+    python examples/voc_to_coco.py ANNOTATED OUTPUT [--tile 400] [--validation 4] [--name tree]
 
 ANNOTATED is a folder of .xml files with their images beside them. An object belongs to the tile that its centre is in,
 and is cut at the border of the tile, so that every object is there once. With `--validation 4`, every fourth tile is
-kept for evaluation.
+kept for evaluation; with `--name tree`, all objects are trees, whatever they are called.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -36,29 +36,34 @@ class Box(NamedTuple):
         return Box(self.name, borders[0] - left, borders[1] - top, borders[2] - left, borders[3] - top)
 
 
-def annotated_images(folder: Path) -> Iterator[tuple[Path, list[Box]]]:
-    """The image of each .xml file, and the objects in it."""
+Tile = tuple[dict[str, Any], list[Box]]
+"""How COCO's files state an image, and the objects that it shows."""
+
+
+def annotated_images(folder: Path, name: str | None) -> Iterator[tuple[Path, list[Box]]]:
+    """The image of each .xml file, and the objects in it, by their own names or all by one."""
     for path in sorted(folder.glob("*.xml")):
         root = ElementTree.parse(path).getroot()
         boxes = []
         for item in root.iter("object"):
             borders = [float(item.findtext(f"bndbox/{side}", "nan")) for side in ("xmin", "ymin", "xmax", "ymax")]
-            boxes.append(Box(item.findtext("name", ""), *borders))
+            boxes.append(Box(name or item.findtext("name", ""), *borders))
         yield folder / root.findtext("filename", ""), boxes
 
 
 def tiles(image: Image.Image, side: int | None) -> Iterator[tuple[int, int, int, int]]:
-    """Parts of the image of at most ``side`` × ``side``: left, top, right, bottom; the whole of it without."""
-    across, down = side or image.width, side or image.height
-    for top in range(0, image.height, down):
-        for left in range(0, image.width, across):
-            yield left, top, min(left + across, image.width), min(top + down, image.height)
+    """Equal parts of the image of at most ``side`` × ``side``: left, top, right, bottom; the whole of it without."""
+    rows, columns = (-(-length // (side or length)) for length in (image.height, image.width))
+    for row in range(rows):
+        for column in range(columns):
+            left, top = column * image.width // columns, row * image.height // rows
+            yield left, top, (column + 1) * image.width // columns, (row + 1) * image.height // rows
 
 
-def cut(annotated: Path, output: Path, side: int | None) -> list[tuple[dict[str, Any], list[Box]]]:
-    """Write all tiles as images, and return how COCO's files state them, with the objects that each shows."""
-    cut_out = []
-    for path, boxes in annotated_images(annotated):
+def cut(images: Iterable[tuple[Path, list[Box]]], output: Path, side: int | None) -> list[Tile]:
+    """Write all tiles as images."""
+    cut_out: list[Tile] = []
+    for path, boxes in images:
         image = Image.open(path).convert("RGB")
         for part in tiles(image, side):
             number, tile = len(cut_out) + 1, image.crop(part)
@@ -68,7 +73,7 @@ def cut(annotated: Path, output: Path, side: int | None) -> list[tuple[dict[str,
     return cut_out
 
 
-def coco_content(cut_out: list[tuple[dict[str, Any], list[Box]]], names: list[str]) -> dict[str, Any]:
+def coco_content(cut_out: list[Tile], names: list[str]) -> dict[str, Any]:
     """The tiles as an annotation file."""
     content: dict[str, Any] = {"images": [stated for stated, _ in cut_out], "annotations": []}
     content["categories"] = [{"id": number, "name": name} for number, name in enumerate(names, 1)]
@@ -94,11 +99,13 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="folder to be made")
     parser.add_argument("--tile", type=int, default=None, help="cut images into squares of so many pixels")
     parser.add_argument("--validation", type=int, default=None, help="keep one tile in so many for evaluation")
+    parser.add_argument("--name", default=None, help="one name for all objects")
     arguments = parser.parse_args()
 
     images = arguments.output / "images"
     images.mkdir(parents=True)
-    splits = {"train": cut(arguments.annotated, images, arguments.tile)}
+    annotated = annotated_images(arguments.annotated, arguments.name)
+    splits = {"train": cut(annotated, images, arguments.tile)}
     names = sorted({box.name for _, boxes in splits["train"] for box in boxes})
     if arguments.validation:
         splits["validation"] = splits["train"][arguments.validation - 1 :: arguments.validation]

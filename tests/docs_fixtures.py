@@ -23,10 +23,6 @@ from vision_longformer.classification import train
 from vision_longformer.detection import DetectorConfig, build_detector, save_detector
 from vision_longformer.detection.dataset import open_detection
 
-SMALL_ARCH = (
-    "l1,h3,d96,n1,s1,g1,p4,f7,a0_l2,h3,d192,n2,s1,g1,p2,f7,a0_"
-    "l3,h6,d384,n8,s0,g1,p2,f7,a0_l4,h12,d768,n1,s0,g0,p2,f7,a0"
-)
 PHOTOS = ROOT / "src/vision_longformer/data/photos"
 
 
@@ -128,7 +124,6 @@ SHORTER: dict[str, str] = {
 
 SHORTER_CODE: dict[str, str] = {
     'train("quickstart", epochs=5)': 'train("quickstart", steps=20)',
-    'arch="l1,h3,d96,n1,s1,g1,p4,f7,a0_l2,…"': f'arch="{SMALL_ARCH}"',
 }
 """Parts of Python blocks, and what is run in their place."""
 

@@ -109,7 +109,7 @@ def _group_parser(program: str, group: Group, version: str) -> ArgumentParser:
 
 
 def _command_parser(program: str, function: Function) -> ArgumentParser:
-    parser = _CommandParser(prog=program, description=_description(function), exit_on_error=False)
+    parser = _CommandParser(prog=program, description=_description(function), exit_on_error=False, allow_abbrev=False)
     parameters = inspect.signature(function).parameters.values()
     parser.optional = {
         parameter.name: parameter.default
