@@ -251,13 +251,23 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def test_an_onnx_file_finds_more_or_less(tmp_path: Path) -> None:
+    model = small("mask_rcnn", score_threshold=0.85)
+    path = export_detector(model, tmp_path / "d.onnx", size=SIZE).path
+    detector = load_exported_detector(path)
+    assert [len(found(detector, picture)["masks"]) for picture in (image(*SIZE), torch.zeros(3, *SIZE))] == [5, 0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 def test_detectors_on_vil_tiny(kind: str, format: str, tmp_path: Path) -> None:
-    """With scores far apart and twenty objects found in every photo."""
+    """At full width with one block per stage; scores are far apart, and twenty objects found in every photo."""
     torch.manual_seed(0)
-    options = {"detections": 20, "score_threshold": {"retinanet": 0.05, "mask_rcnn": 0.2}[kind]}
-    model = build_detector(DetectorConfig(kind, "vision_longformer_tiny", 5, **options)).eval()
+    stages = [{**stage, "depth": 1} for stage in zoo.MODELS["vision_longformer_tiny"].to_dict()["stages"]]
+    threshold = {"retinanet": 0.05, "mask_rcnn": 0.2}[kind]
+    config = DetectorConfig(kind, "vision_longformer_tiny", 5, {"stages": stages})
+    model = build_detector(config.override(detections=20, score_threshold=threshold)).eval()
     if kind == "retinanet":
         nn.init.normal_(model.head.classification_head.cls_logits.weight, std=1)
     else:

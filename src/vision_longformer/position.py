@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from .errors import check_choice
-from .geometry import Grid
+from .geometry import Grid, in_order
 
 TABLE_RESIZES = ("offset", "bilinear")
 
@@ -73,8 +73,8 @@ class AbsolutePosition(nn.Module):
 
     def set_grid(self, grid: Grid) -> None:
         """Make the tables for another map."""
-        self.rows = nn.Parameter(resize_axis(self.rows.detach(), grid.height).clone())
-        self.columns = nn.Parameter(resize_axis(self.columns.detach(), grid.width).clone())
+        self.rows = nn.Parameter(in_order(resize_axis(self.rows.detach(), grid.height)))
+        self.columns = nn.Parameter(in_order(resize_axis(self.columns.detach(), grid.width)))
 
 
 class AbsolutePosition1d(nn.Module):
@@ -92,7 +92,7 @@ class AbsolutePosition1d(nn.Module):
 
     def set_grid(self, grid: Grid) -> None:
         """Make the table for another map."""
-        self.table = nn.Parameter(resize_map(self.table.detach(), self.grid, grid).clone())
+        self.table = nn.Parameter(in_order(resize_map(self.table.detach(), self.grid, grid)))
         self.grid = grid
 
 

@@ -19,6 +19,9 @@ from torchvision.ops import clip_boxes_to_image, nms
 SMALLEST_OBJECT = 1e-2
 """Sides, in pixels, below which Mask R-CNN takes a box for empty."""
 
+OUTSIDE = [[-2.0, -2.0, -1.0, -1.0], [-4.0, -4.0, -3.0, -3.0]]
+"""Boxes that always remain, and as the last: torchvision tells ``torch.export`` that two at least will."""
+
 Maps = dict[str, Tensor]
 
 
@@ -48,12 +51,14 @@ class DetectorGraph(nn.Module):
     def chosen(self, boxes: Tensor, scores: Tensor, groups: Tensor, allowed: Tensor, overlap: float) -> Tensor:
         """Positions of the boxes that remain, best first, when those that overlap a better one of their group go.
 
-        Boxes are (n, 4) inside the image, the others (n,). As in torchvision, groups are kept from one another by
-        moving each to a place of its own.
+        Boxes are (n, 4) inside the image, the others (n,), no score below 0. As in torchvision, groups are kept from
+        one another by moving each to a place of its own.
         """
         candidates = torch.nonzero(allowed)[:, 0]
         apart = groups[candidates, None] * float(max(self.size) + 1)
-        return candidates[nms(boxes[candidates] + apart, scores[candidates], overlap)]
+        moved = torch.cat([boxes[candidates] + apart, boxes.new_tensor(OUTSIDE)])
+        ranked = torch.cat([scores[candidates], scores.new_full((len(OUTSIDE),), -1)])
+        return candidates[nms(moved, ranked, overlap)[: -len(OUTSIDE)]]
 
 
 class RetinaNetGraph(DetectorGraph):

@@ -55,6 +55,8 @@ def load_exported(path: str | Path) -> ExportedModel:
         raise ValueError(f"{path.name} should end in {' or '.join(SUFFIXES)}")
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
+    if path.suffix == ".onnx":
+        check_onnx(["onnxruntime"])
     try:
         return SUFFIXES[path.suffix](path)
     except (CheckpointError, MemoryError):
@@ -65,7 +67,6 @@ def load_exported(path: str | Path) -> ExportedModel:
 
 
 def _load_onnx(path: Path) -> ExportedModel:
-    check_onnx()
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

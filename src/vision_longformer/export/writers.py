@@ -68,9 +68,9 @@ def write_pt2(program: ExportedProgram, path: Path, *, metadata: Mapping[str, An
     torch.export.save(program, path, extra_files={METADATA_FILE: json.dumps(encode(metadata))})
 
 
-def check_onnx() -> None:
+def check_onnx(packages: Sequence[str] = ONNX_PACKAGES) -> None:
     """Refuse, unless the packages for ONNX are installed."""
-    missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
+    missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise ValueError(
             f"ONNX needs {', '.join(missing)}; install with: pip install 'vision-longformer[export]', or use .pt2 files"

@@ -38,7 +38,7 @@ def attend(
 
 
 def _to_all(chunked: Tensor, matrix: Tensor) -> Tensor:
-    """Rows of all chunks (B, heads, M, w², n) times one matrix (B, heads, n, m): no broadcast, nothing copied."""
+    """Rows of all chunks (B, heads, M, w², n) times one matrix (B, heads, n, m), without broadcasting it."""
     return (chunked.flatten(2, 3) @ in_order(matrix)).unflatten(2, (-1, chunked.shape[3]))
 
 
