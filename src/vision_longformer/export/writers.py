@@ -59,6 +59,8 @@ def write_onnx(
             dynamo=True,
         )
     assert converted is not None
+    for node in converted.model.graph.all_nodes():
+        node.metadata_props.clear()  # where in whose file system the operation was traced
     converted.model.metadata_props.update(encode(metadata))
     converted.save(path, external_data=False)
 
