@@ -150,6 +150,16 @@ def test_images_without_objects_train(kind: str) -> None:
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters() if parameter.grad is not None)
 
 
+@pytest.mark.parametrize(("channels", "deviation"), [(64, math.sqrt(2 / (9 * 64))), (256, 0.01)])
+def test_narrow_heads_of_retinanet_carry_the_signal(channels: int, deviation: float) -> None:
+    """Hidden layers of the paper's width are drawn as the paper's; the last ones always are."""
+    head = retinanet(BACKBONE, 3, channels=channels).head
+    for part in (head.classification_head, head.regression_head):
+        assert [conv[0].weight.std().item() for conv in part.conv] == pytest.approx([deviation] * 4, rel=0.02)
+    assert head.classification_head.cls_logits.weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert head.regression_head.bbox_reg.weight.std().item() == pytest.approx(0.01, rel=0.05)
+
+
 def test_labels_of_retinanet_count_from_one() -> None:
     """A detector whose first class is certain everywhere finds label 1, and its loss wants label 1 there."""
     model, pictures = small("retinanet", score_threshold=0.5), images((64, 64))
