@@ -69,6 +69,8 @@ def small(kind: str, **options: Any) -> Any:
             parameter.add_(0.15 * torch.randn_like(parameter))
     if kind == "retinanet":
         with torch.no_grad():
+            model.head.classification_head.cls_logits.weight.mul_(0.2)  # scores that differ from 1 and from each other
+            model.head.regression_head.bbox_reg.weight.mul_(0.2)
             model.head.classification_head.cls_logits.bias.add_(4)
     return model
 

@@ -25,8 +25,8 @@ def export(
 ) -> None:
     """Write a model as a file that runs without this package, and compare what it computes with the model.
 
-    The file takes any number of images at a time, a detector's one image. It carries the names of the classes and how
-    images are prepared, so that 'vil predict', 'vil evaluate' and 'vil detect predict' take it in place of the checkpoint.
+    The file takes any number of images at a time, a detector's one. It carries the names of the classes and how images
+    are prepared, so that 'vil predict', 'vil evaluate' and 'vil detect predict' take it in place of the checkpoint.
 
     Args:
         checkpoint: a .safetensors file of a classifier or a detector.

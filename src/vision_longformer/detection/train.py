@@ -56,6 +56,8 @@ def _task(recipe: DetectionRecipe, accelerator: Accelerator) -> DetectionTask:
         open_detection(recipe.data, split, masks=masks, skip_bad=recipe.skip_bad)
         for split in (recipe.train_split, recipe.eval_split)
     )
+    if masks and not shown.has_masks:
+        raise ValueError(f"{recipe.data} has boxes but no masks, which mask_rcnn learns from; use --detector retinanet")
     if shown.categories != kept.categories:
         raise ValueError(
             f"the categories of {recipe.train_split} and {recipe.eval_split} in {recipe.data} differ; use one list"
