@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +125,17 @@ def test_mistakes_are_one_sentence(arguments: list[str], message: str, capsys: p
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_boxes_alone_are_not_enough_for_mask_rcnn(coco: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(coco, tmp_path / "boxes")
+    for path in data.rglob("*.json"):
+        content = json.loads(path.read_text())
+        for annotation in content["annotations"]:
+            del annotation["segmentation"]
+        path.write_text(json.dumps(content))
+    with pytest.raises(
+        ValueError, match="has boxes but no masks, which mask_rcnn learns from; use --detector retinanet"
+    ):
+        train("quickstart", output=tmp_path / "run", **settings(data))
+    assert not (tmp_path / "run").exists()

@@ -81,7 +81,7 @@ def _task(recipe: DetectionRecipe, accelerator: Accelerator) -> DetectionTask:
 
 
 def _redraw_is_due(step: int, epoch: int, step_of_epoch: int) -> bool:
-    return step % REDRAW_STEPS == 0
+    return step > 0 and step % REDRAW_STEPS == 0
 
 
 def _draw(task: DetectionTask, folder: Path) -> None:
