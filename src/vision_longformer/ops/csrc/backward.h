@@ -25,77 +25,106 @@ class Backward {
    public:
     using T = Arithmetic<S>;
 
+    static HeadPasses passes(const Problem& problem) { return head_passes<T>(problem, BackwardCore<T>::ARRAYS); }
+
     void allocate(const Problem& problem, const SharedGradients<T>& shared, Arena& arena) {
         problem_ = &problem;
         shared_ = shared;
-        core_.allocate(problem, arena);
+        core_.allocate(problem, passes(problem).largest(), arena);
+        next_.allocate(core_.plan, arena);
         zeros_ = arena.take<S>(problem.dim);
-        value_rows_ = arena.take<T>(PANEL<T> * core_.padded);
+        value_rows_ = arena.take<T>(LANES<T> * core_.padded);
     }
-    void start() { std::memset(static_cast<void*>(zeros_), 0, sizeof(S) * problem_->dim); }
+    void start() {
+        std::memset(static_cast<void*>(zeros_), 0, sizeof(S) * problem_->dim);
+        core_.start();
+    }
 
-    // All chunks of a tile; `unit` is its number among the shared gradients.
-    void differentiate(Index batch, Index head, const MapTiles& tiles, Index row, Index column, Index unit) {
+    // All chunks of a tile, for `heads` heads from `head` on. `unit` is the number of tile and first head among the
+    // shared gradients, and `unit_stride` the way to the next head.
+    void differentiate(Index batch, Index head, Index heads, const MapTiles& tiles, Index row, Index column, Index unit,
+                       Index unit_stride) {
+        const Problem& p = *problem_;
+        const Index entry = batch * p.tokens() * p.heads + head, key_tokens = p.global_tokens + p.tokens();
+        heads_ = heads;
         unit_ = unit;
-        std::memset(shared_.keys(unit), 0, sizeof(T) * shared_.size());
-        core_.bias.select_head(head);
-        Index rows_of_kind[Bias<T>::KINDS], columns_of_kind[Bias<T>::KINDS];
+        unit_stride_ = unit_stride;
+        queries_ = static_cast<const S*>(p.q) + batch * p.q_strides.batch + head * p.q_strides.head;
+        grad_results_ =
+            static_cast<const S*>(p.grad_out) + batch * p.grad_out_strides.batch + head * p.grad_out_strides.head;
+        results_ = static_cast<const S*>(p.out) + entry * p.dim;
+        grad_queries_ = static_cast<S*>(p.grad_q) + entry * p.dim;
+        lse_ = static_cast<const T*>(p.lse) + (batch * p.heads + head) * p.tokens();
+        grad_keys_ = static_cast<T*>(p.grad_k) + (batch * key_tokens * p.heads + head) * p.dim;
+        grad_values_ = static_cast<T*>(p.grad_v) + (batch * key_tokens * p.heads + head) * p.dim;
+        keys_ = key_source<S>(p, p.k, p.k_strides, batch, head, zeros_);
+        values_ = key_source<S>(p, p.v, p.v_strides, batch, head, zeros_);
+        for (Index i = 0; i < heads; i++)
+            std::memset(shared_.keys(unit + i * unit_stride), 0, sizeof(T) * shared_.size());
+        core_.bias.select_heads(head, heads);
         for (Index i = tiles.rows.first(row); i < tiles.rows.first(row + 1); i++)
-            for (Index j = tiles.columns.first(column); j < tiles.columns.first(column + 1); j++) {
-                core_.plan.build(i, j);
-                rows_of_kind[core_.plan.kind] = i;
-                columns_of_kind[core_.plan.kind] = j;
-                differentiate_chunk(batch, head);
-            }
-        for (Index kind = 0; kind < Bias<T>::KINDS; kind++) {
-            if (!core_.bias.has_gradients_of(kind)) continue;
-            core_.plan.build(rows_of_kind[kind], columns_of_kind[kind]);
-            fold(0, core_.plan.panels, 0, core_.plan.queries, core_.bias.take_gradients_of(core_.plan));
-        }
+            differentiate_row(i, tiles.columns.first(column), tiles.columns.first(column + 1));
     }
 
    private:
     const Problem* problem_;
     SharedGradients<T> shared_;
     BackwardCore<T> core_;
-    S* zeros_;
-    T* value_rows_;
-    Index unit_;
+    NextChunk<T> next_;
+    S *zeros_, *grad_queries_;
+    const S *queries_, *results_, *grad_results_;
+    const T* lse_;
+    T *value_rows_, *grad_keys_, *grad_values_;
+    KeySource<S> keys_, values_;
+    Index heads_, unit_, unit_stride_;
 
-    void differentiate_chunk(Index batch, Index head) {
-        const Problem& p = *problem_;
-        core_.clear();
-        load_queries(batch, head);
-        const PanelSource<S> keys = panel_source<S>(p, p.k, p.k_strides, batch, head, zeros_);
-        const PanelSource<S> values = panel_source<S>(p, p.v, p.v_strides, batch, head, zeros_);
-        const bool fold_at_once = core_.wants_bias && !core_.bias.cached;
-        each_block(
-            core_.plan, core_.BLOCK_PANELS,
-            [&](const Block& block) {
-                pack(block, keys, values);
-                prefetch(block, keys, values, batch, head);
-            },
-            [&](const Block& block, bool fresh) {
-                core_.differentiate(block, fresh);
-                if (fold_at_once) fold_block(block);
-            },
-            [&](const Block& block) { add_grad_keys(block, batch, head); });
-        write_grad_query(batch, head);
+    // The chunks `first .. last` of a row of chunks.
+    void differentiate_row(Index chunk_row, Index first, Index last) {
+        const auto add = [this](const KeyGroup<T>& group) { add_grad_keys(group); };
+        const bool gather_bias = core_.wants_bias && core_.bias.cached;
+        Index column_of_kind[AXIS_KINDS] = {-1, -1, -1, -1};
+        for (Index chunk_column = first; chunk_column < last; chunk_column++) {
+            core_.plan.build(chunk_row, chunk_column);
+            Index& known = column_of_kind[core_.plan.columns.kind];
+            for (Index head = 0; gather_bias && known < 0 && head < heads_; head++)
+                core_.bias.clear_gradients_of(core_.plan, head);
+            known = chunk_column;
+            core_.ring.turn_to(core_.plan, chunk_column, add, [this](const KeyGroup<T>& group) { pack(group); });
+            prefetch(chunk_column, last);
+            for (core_.head = 0; core_.head < heads_; core_.head++) differentiate_chunk();
+        }
+        core_.ring.drop_all(add);
+        for (Index chunk_column : column_of_kind) {
+            if (chunk_column < 0 || !gather_bias) continue;
+            core_.plan.build(chunk_row, chunk_column);
+            for (core_.head = 0; core_.head < heads_; core_.head++)
+                fold(0, core_.plan.panels, 0, core_.plan.queries, core_.bias.gradients_of(core_.plan, core_.head));
+        }
     }
 
-    void load_queries(Index batch, Index head) {
+    void differentiate_chunk() {
+        core_.clear();
+        load_queries();
+        const bool fold_at_once = core_.wants_bias && !core_.bias.cached;
+        each_block(core_.plan, core_.BLOCK_PANELS, [&](const Block& block) {
+            core_.differentiate(block);
+            if (fold_at_once) fold_block(block);
+        });
+        write_grad_query();
+    }
+
+    void load_queries() {
         const Problem& p = *problem_;
-        const S* q = static_cast<const S*>(p.q) + batch * p.q_strides.batch + head * p.q_strides.head;
-        const Strides& strides = p.grad_out_strides;
-        const S* grad = static_cast<const S*>(p.grad_out) + batch * strides.batch + head * strides.head;
-        const S* out = static_cast<const S*>(p.out) + (batch * p.tokens() * p.heads + head) * p.dim;
-        const T* lse = static_cast<const T*>(p.lse) + (batch * p.heads + head) * p.tokens();
+        const Index head = core_.head, padded = core_.padded;
+        const S *q = queries_ + head * p.q_strides.head, *out = results_ + head * p.dim;
+        const S* grad = grad_results_ + head * p.grad_out_strides.head;
+        const T* lse = lse_ + head * p.tokens();
         const T factor = T(p.scale * LOG2_E);
         for (Index i = 0; i < core_.plan.queries; i++) {
-            const Index token = core_.plan.query_token[i], padded = core_.padded;
+            const Index token = core_.plan.query_token[i];
             T *grad_row = core_.grad_out + i * padded, *row = core_.query + i * padded;
             load_row<S>(out + token * p.heads * p.dim, p.dim, padded, row);  // the result, until the query comes
-            load_row<S>(grad + token * strides.token, p.dim, padded, grad_row);
+            load_row<S>(grad + token * p.grad_out_strides.token, p.dim, padded, grad_row);
             Vector<T> product{};
             for (Index j = 0; j < padded; j += LANES<T>) product += load<T>(row + j) * load<T>(grad_row + j);
             core_.delta[i] = sum_of_lanes<T>(product);
@@ -105,39 +134,52 @@ class Backward {
         }
     }
 
-    void pack(const Block& block, const PanelSource<S>& keys, const PanelSource<S>& values) {
-        for (Index panel = block.panel_begin; panel < block.panel_end; panel++) {
-            const Index* tokens = core_.plan.key_token + panel * PANEL<T>;
-            const Index place = (panel - block.panel_begin) * PANEL<T> * core_.padded;
-            pack_rows<S>(keys, tokens, core_.key_rows + place);
-            pack_panel<T>(core_.key_rows + place, core_.padded, core_.key_panels + place);
-            pack_panel_directly<S>(values, tokens, value_rows_, core_.value_panels + place);
+    // The keys and values of a group, and no gradients for them yet.
+    void pack(const KeyGroup<T>& group) {
+        const Index size = LANES<T> * core_.padded;
+        for (Index head = 0; head < heads_; head++)
+            for (T* grads : {core_.grad_keys, core_.grad_values})
+                std::memset(grads + head * core_.ring.size() + group.place, 0, sizeof(T) * group.vectors * size);
+        for (Index i = 0; i < group.vectors; i++)
+            for (Index head = 0; head < heads_; head++) {
+                const Index* tokens = group.tokens + i * LANES<T>;
+                const Index place = head * core_.ring.size() + group.place + i * size;
+                pack_rows<S>(keys_.after(head), tokens, core_.key_rows + place);
+                transpose_packed_rows<T>(core_.key_rows + place, core_.padded, core_.key_panels + place);
+                pack_columns<S>(values_.after(head), tokens, value_rows_, core_.value_panels + place);
+            }
+    }
+
+    // While a chunk is worked on: where its gradients go, and what the next one needs.
+    void prefetch(Index chunk_column, Index last) {
+        const Problem& p = *problem_;
+        const Index dim = p.dim, heads = heads_, stride = p.heads * dim;
+        const KeyGroup<T>& leaving = core_.ring.leaving(chunk_column);
+        Prefetch& fetch = core_.prefetch;
+        fetch.clear();
+        fetch.add(core_.plan.query_token, core_.plan.queries, grad_queries_, stride, dim, dim, heads);
+        for (T* grads : {grad_keys_, grad_values_})
+            fetch.add(leaving.tokens, leaving.count(), grads, stride, dim, dim, heads);
+        if (chunk_column + 1 < last) {
+            next_.list(core_.plan, chunk_column + 1);
+            for (const KeySource<S>* source : {&keys_, &values_})
+                fetch.add(next_.keys.tokens, next_.keys.count(), source->base, source->token_stride,
+                          source->head_stride, dim, heads);
+            const Strides &q = p.q_strides, &grad = p.grad_out_strides;
+            fetch.add(next_.queries, next_.query_count, queries_, q.token, q.head, dim, heads);
+            fetch.add(next_.queries, next_.query_count, grad_results_, grad.token, grad.head, dim, heads);
+            fetch.add(next_.queries, next_.query_count, results_, stride, dim, dim, heads);
         }
+        fetch.spread(core_.plan.panels * core_.plan.tiles * heads);
     }
 
-    // While a block is worked on: the keys and values of the next one, and the gradients it will be added to.
-    void prefetch(const Block& block, const PanelSource<S>& keys, const PanelSource<S>& values, Index batch,
-                  Index head) {
-        const Index panels = block.panel_end - block.panel_begin, steps = panels * core_.plan.tiles;
-        const Index ahead = minimum(core_.plan.panels - block.panel_end, panels);
-        const Index* tokens = core_.plan.key_token + block.panel_begin * PANEL<T>;
-        core_.prefetch_inputs.start(tokens + panels * PANEL<T>, ahead * PANEL<T>, keys.base, keys.token_stride,
-                                    values.base, values.token_stride, keys.size, steps);
-        const Index stride = problem_->heads * problem_->dim;
-        core_.prefetch_gradients.start(tokens, panels * PANEL<T>, gradients(problem_->grad_k, batch, head), stride,
-                                       gradients(problem_->grad_v, batch, head), stride, problem_->dim, steps);
-    }
-
-    // Gradients of keys or values of one batch entry and head.
-    T* gradients(void* tensor, Index batch, Index head) const {
-        const Index tokens = problem_->global_tokens + problem_->tokens();
-        return static_cast<T*>(tensor) + (batch * tokens * problem_->heads + head) * problem_->dim;
-    }
+    // Where the head at work gathers the gradients it shares with other tiles.
+    Index shared_unit(Index head) const { return unit_ + head * unit_stride_; }
 
     // Adds gradients of expanded bias to those of the table and of the global bias.
     void fold(Index panel_begin, Index panel_end, Index query_begin, Index query_end, PanelMatrix<T> source) {
-        T* table = problem_->grad_bias ? shared_.table(unit_) : nullptr;
-        T* global = problem_->grad_global_bias ? shared_.global_bias(unit_) : nullptr;
+        T* table = problem_->grad_bias ? shared_.table(shared_unit(core_.head)) : nullptr;
+        T* global = problem_->grad_global_bias ? shared_.global_bias(shared_unit(core_.head)) : nullptr;
         core_.bias.fold(core_.plan, panel_begin, panel_end, query_begin, query_end, source, table, global);
     }
 
@@ -153,28 +195,26 @@ class Backward {
         }
     }
 
-    // Adds the block's sums to the gradients of its tokens.
-    void add_grad_keys(const Block& block, Index batch, Index head) {
+    // Adds what a group has gathered to the gradients of its tokens.
+    void add_grad_keys(const KeyGroup<T>& group) {
         const Problem& p = *problem_;
-        T *keys = gradients(p.grad_k, batch, head), *values = gradients(p.grad_v, batch, head);
-        const Index* tokens = core_.plan.key_token + block.panel_begin * PANEL<T>;
-        for (Index i = 0; i < (block.panel_end - block.panel_begin) * PANEL<T>; i++) {
-            const Index token = tokens[i], row = i * core_.padded;
-            if (token < 0) continue;
-            const bool shared = token < p.global_tokens;
-            const Index place = shared ? token * p.dim : token * p.heads * p.dim;
-            // Queries were loaded times log2 e.
-            add_row<T>(core_.grad_keys + row, p.dim, T(LN_2), (shared ? shared_.keys(unit_) : keys) + place);
-            add_row<T>(core_.grad_values + row, p.dim, T(1), (shared ? shared_.values(unit_) : values) + place);
-        }
+        for (Index i = 0; i < group.count(); i++)
+            for (Index head = 0; group.tokens[i] >= 0 && head < heads_; head++) {
+                const Index token = group.tokens[i], unit = shared_unit(head);
+                const Index from = head * core_.ring.size() + group.place + i * core_.padded;
+                const bool shared = token < p.global_tokens;
+                const Index to = shared ? token * p.dim : (token * p.heads + head) * p.dim;
+                // Queries were loaded times log2 e.
+                add_row<T>(core_.grad_keys + from, p.dim, T(LN_2), (shared ? shared_.keys(unit) : grad_keys_) + to);
+                add_row<T>(core_.grad_values + from, p.dim, T(1), (shared ? shared_.values(unit) : grad_values_) + to);
+            }
     }
 
-    void write_grad_query(Index batch, Index head) {
+    void write_grad_query() {
         const Problem& p = *problem_;
-        S* grad = static_cast<S*>(p.grad_q) + (batch * p.tokens() * p.heads + head) * p.dim;
         for (Index i = 0; i < core_.plan.queries; i++)
             store_row<S>(core_.grad_query + i * core_.padded, p.dim, T(p.scale),
-                         grad + core_.plan.query_token[i] * p.heads * p.dim);
+                         grad_queries_ + (core_.plan.query_token[i] * p.heads + core_.head) * p.dim);
     }
 };
 

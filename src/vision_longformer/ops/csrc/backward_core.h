@@ -9,89 +9,100 @@ namespace VL_LEVEL {
 
 template <class T>
 struct BackwardCore {
-    static constexpr Index BLOCK_PANELS = 448 / (2 * VECTOR_BYTES);
+    static constexpr Index BLOCK_PANELS = 448 / (2 * VECTOR_BYTES), ARRAYS = 5;  // arrays of packed keys
 
-    Index dim, padded;
+    Index dim, padded, heads, head;  // heads of a pass at most, and which of them is at work
     bool wants_bias;
     ChunkPlan<T> plan;
     Bias<T> bias;
+    KeyRing<T> ring;
     T *query, *grad_out, *grad_query;         // rows of `padded` elements per query
     T *lse, *delta;                           // per query: log-sum-exp in base 2; result times its gradient
-    T *key_rows, *key_panels, *value_panels;  // of the block
-    T *grad_keys, *grad_values;               // of the block, as rows
+    T *key_rows, *key_panels, *value_panels;  // of the groups of the ring, for each head
+    T *grad_keys, *grad_values;               // of the same keys, as rows
     PanelMatrix<T> weights, grad_scores, block_bias;
-    Prefetch prefetch_inputs, prefetch_gradients;
+    Prefetch prefetch;
 
-    void allocate(const Problem& problem, Arena& arena) {
+    void allocate(const Problem& problem, Index pass_heads, Arena& arena) {
         dim = problem.dim;
+        heads = pass_heads;
         padded = round_up(dim, PANEL<T>);
         wants_bias = problem.grad_bias || problem.grad_global_bias;
         plan.allocate(problem, arena);
-        bias.allocate(problem, plan, wants_bias, arena);
+        bias.allocate(problem, plan, heads, wants_bias, arena);
+        ring.allocate(plan, padded, arena);
         const Index queries = plan.largest_queries(), block = BLOCK_PANELS * PANEL<T>;
         for (T** rows : {&query, &grad_out, &grad_query}) *rows = arena.take<T>(queries * padded);
         for (T** per_query : {&lse, &delta}) *per_query = arena.take<T>(queries);
         for (T** keys : {&key_rows, &key_panels, &value_panels, &grad_keys, &grad_values})
-            *keys = arena.take<T>(block * padded);
+            *keys = arena.take<T>(heads * ring.size());
         for (PanelMatrix<T>* matrix : {&weights, &grad_scores})
             *matrix = {arena.take<T>(GROUP_ROWS * block), GROUP_ROWS * PANEL<T>};
         block_bias = {arena.take<T>(bias.cached ? 0 : GROUP_ROWS * block), GROUP_ROWS * PANEL<T>};
     }
 
+    // Before anything else: the zeros that stand for padding.
+    void start() {
+        for (T* packed : {key_rows, key_panels, value_panels, grad_keys, grad_values})
+            for (Index i = 0; i < heads; i++)
+                std::memset(packed + i * ring.size() + ring.zeros(), 0, sizeof(T) * LANES<T> * padded);
+    }
+
     // Before the first block of a chunk.
     void clear() { std::memset(grad_query, 0, sizeof(T) * plan.queries * padded); }
 
-    // `fresh` if these are the first queries to add to the gradients of the block's keys.
-    VL_NOINLINE void differentiate(const Block& block, bool fresh) {
+    VL_NOINLINE void differentiate(const Block& block) {
         recompute(block);
         const Index first = plan.tile_start[block.tile_begin];
         for (Index tile = block.tile_begin; tile < block.tile_end; tile++) {
             const Index begin = block.seen_begin(plan, tile), end = block.seen_end(plan, tile);
             if (begin >= end) continue;
             const Index start = plan.tile_start[tile];
-            sum_over_keys<T>(grad_scores.at(begin, start - first), grad_scores.panel_stride, key_rows, begin, end,
+            sum_over_keys<T>(grad_scores.at(begin, start - first), grad_scores.panel_stride,
+                             key_rows + head * ring.size(), ring.place + 2 * (block.panel_begin + begin), end - begin,
                              plan.tile_start[tile + 1] - start, grad_query + start * padded, padded);
         }
-        for (Index panel = block.panel_begin; panel < block.panel_end; panel++) sum_grad_keys(block, panel, fresh);
+        for (Index panel = block.panel_begin; panel < block.panel_end; panel++) sum_grad_keys(block, panel);
     }
 
    private:
     // Weights and gradients of the scores of the group's queries with the block's keys.
     void recompute(const Block& block) {
         const Index first = plan.tile_start[block.tile_begin], last = plan.tile_start[block.tile_end];
-        const PanelMatrix<T> added = bias.of_block(plan, block.panel_begin, block.panel_end, first, last, block_bias);
+        const PanelMatrix<T> added =
+            bias.of_block(plan, head, block.panel_begin, block.panel_end, first, last, block_bias);
         PanelMatrix<T> grad_bias = {nullptr, 0};
         if (wants_bias && bias.cached) {
-            grad_bias = bias.gradients_of(plan);
+            grad_bias = bias.gradients_of(plan, head);
             grad_bias.data = grad_bias.at(block.panel_begin, first);
         }
         for (Index panel = block.panel_begin; panel < block.panel_end; panel++)
             for (Index tile = block.tile_begin; tile < block.tile_end; tile++) {
                 if (!block.sees(plan, tile, panel)) continue;
-                prefetch_inputs.step();
-                prefetch_gradients.step();
+                prefetch.step();
                 const Index start = plan.tile_start[tile], place = panel - block.panel_begin;
                 with_constant<MICRO_ROWS>(plan.tile_start[tile + 1] - start, [&](auto rows) VL_LAMBDA {
-                    recompute_tile<rows.value>(start, start - first, place, added, grad_bias);
+                    recompute_tile<rows.value>(start, ring.place + 2 * panel, start - first, place, added, grad_bias);
                 });
             }
     }
 
     template <int ROWS>
-    VL_INLINE void recompute_tile(Index start, Index row, Index panel, PanelMatrix<T> added, PanelMatrix<T> grad_bias) {
-        const Index place = panel * PANEL<T> * padded;
+    VL_INLINE void recompute_tile(Index start, const Index* keys, Index row, Index panel, PanelMatrix<T> added,
+                                  PanelMatrix<T> grad_bias) {
         T *weight = weights.at(panel, row), *grad = grad_scores.at(panel, row);
         const T *offset = added.at(panel, row), *row_lse = lse + start, *row_delta = delta + start;
         Tile<T, ROWS> sums;
         sums.each([=](Vector<T>& sum, int i, int j) VL_LAMBDA {
             sum = load<T>(offset + i * PANEL<T> + j * LANES<T>) - row_lse[i];
         });
-        sums.multiply(query + start * padded, padded, 1, key_panels + place, PANEL<T>, dim);
+        const T *key = key_panels + head * ring.size(), *value = value_panels + head * ring.size();
+        sums.multiply(query + start * padded, padded, 1, key + keys[0], key + keys[1], LANES<T>, dim);
         sums.each([=](Vector<T>& sum, int i, int j) VL_LAMBDA {
             store<T>(weight + i * PANEL<T> + j * LANES<T>, power_of_two<T>(sum));
             sum = broadcast<T>(-row_delta[i]);
         });
-        sums.multiply(grad_out + start * padded, padded, 1, value_panels + place, PANEL<T>, dim);
+        sums.multiply(grad_out + start * padded, padded, 1, value + keys[0], value + keys[1], LANES<T>, dim);
         sums.each([=](Vector<T>& sum, int i, int j) VL_LAMBDA {
             sum *= load<T>(weight + i * PANEL<T> + j * LANES<T>);
             store<T>(grad + i * PANEL<T> + j * LANES<T>, sum);
@@ -105,32 +116,35 @@ struct BackwardCore {
     }
 
     // Gradients of a panel's keys and values from the group's queries.
-    void sum_grad_keys(const Block& block, Index panel, bool fresh) {
+    void sum_grad_keys(const Block& block, Index panel) {
         Index begin = block.tile_begin, end = block.tile_end;
         while (begin < end && !block.sees(plan, begin, panel)) begin++;
         while (begin < end && !block.sees(plan, end - 1, panel)) end--;
         const Index first = plan.tile_start[begin], count = plan.tile_start[end] - first;
         const Index row = first - plan.tile_start[block.tile_begin], place = panel - block.panel_begin;
-        const Index offset = place * PANEL<T> * padded;
-        sum_over_queries(weights.at(place, row), grad_out + first * padded, count, grad_values + offset, fresh);
-        sum_over_queries(grad_scores.at(place, row), query + first * padded, count, grad_keys + offset, fresh);
+        const Index *keys = ring.place + 2 * panel, head_start = head * ring.size();
+        sum_over_queries(weights.at(place, row), grad_out + first * padded, count, grad_values + head_start, keys);
+        sum_over_queries(grad_scores.at(place, row), query + first * padded, count, grad_keys + head_start, keys);
     }
 
-    // target[key][:] (+)= sum over queries of left[query][key] * right[query][:], for the keys of a panel.
-    void sum_over_queries(const T* left, const T* right, Index count, T* target, bool fresh) {
-        constexpr Index tiles = micro_tiles(PANEL<T>);
-        for (Index tile = 0; tile < tiles; tile++) {
+    // target[key][:] += sum over queries of left[query][key] * right[query][:], for the keys of a panel, whose vectors
+    // are at `place` of the target.
+    void sum_over_queries(const T* left, const T* right, Index count, T* target, const Index* place) {
+        for (Index tile = 0; tile < micro_tiles(PANEL<T>); tile++) {
             const Index key = micro_tile_start(PANEL<T>, tile), keys = micro_tile_start(PANEL<T>, tile + 1) - key;
+            T* row_of[MICRO_ROWS];
+            for (Index i = 0; i < keys; i++)
+                row_of[i] = target + place[(key + i) / LANES<T>] + (key + i) % LANES<T> * padded;
             for (Index column = 0; column < padded; column += PANEL<T>)
                 with_constant<MICRO_ROWS>(keys, [&](auto rows) VL_LAMBDA {
                     Tile<T, rows.value> sums;
-                    T* place = target + key * padded + column;
-                    if (fresh)
-                        sums.clear();
-                    else
-                        sums.read(place, padded);
-                    sums.multiply(left + key, 1, PANEL<T>, right + column, padded, count);
-                    sums.write(place, padded);
+                    sums.each([&](Vector<T>& sum, int i, int j) VL_LAMBDA {
+                        sum = load<T>(row_of[i] + column + j * LANES<T>);
+                    });
+                    sums.multiply(left + key, 1, PANEL<T>, right + column, right + column + LANES<T>, padded, count);
+                    sums.each([&](Vector<T>& sum, int i, int j) VL_LAMBDA {
+                        store<T>(row_of[i] + column + j * LANES<T>, sum);
+                    });
                 });
         }
     }

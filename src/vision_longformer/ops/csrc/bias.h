@@ -20,74 +20,63 @@ struct PanelMatrix {
     VL_INLINE T* at(Index panel, Index query) const { return data + panel * panel_stride + query * PANEL<T>; }
 };
 
-// Expanded once per head and kind of chunk and then kept, unless windows are so large that they would not fit a cache;
-// then expanded anew for every block. Scores are in base 2, so that softmax takes powers of two: all is times log2 e.
+// Expanded once per head and kind of chunk and kept for a row of chunks, unless windows are so large that it would not
+// fit a cache; then expanded anew for every block. Scores are in base 2, so that softmax takes powers of two: all is
+// times log2 e. Heads are those of a pass, counted from its first.
 template <class T>
 class Bias {
    public:
-    static constexpr Index KINDS = 16, LARGEST_CACHE_BYTES = 4 << 20;
+    static constexpr Index LARGEST_CACHE_BYTES = 8 << 20;
     bool cached;
 
-    void allocate(const Problem& problem, const ChunkPlan<T>& plan, bool gradients, Arena& arena) {
+    void allocate(const Problem& problem, const ChunkPlan<T>& plan, Index heads, bool gradients, Arena& arena) {
         problem_ = &problem;
-        head_ = -1;
-        for (Index kind = 0; kind < KINDS; kind++) valid_[kind] = used_[kind] = false;
+        first_head_ = row_kind_ = -1;
+        kinds_ = heads * AXIS_KINDS;
         slot_ = plan.largest_queries() * plan.largest_panels() * PANEL<T>;
-        cached = KINDS * slot_ * Index(sizeof(T)) <= LARGEST_CACHE_BYTES;
-        table_ = arena.take<T>(problem.bias_side() * problem.bias_side());
-        global_ = arena.take<T>(problem.global_tokens);
-        expanded_ = arena.take<T>(cached ? KINDS * slot_ : 0);
-        gradients_ = arena.take<T>(cached && gradients ? KINDS * slot_ : 0);
+        cached = kinds_ * slot_ * Index(sizeof(T)) <= LARGEST_CACHE_BYTES;
+        tables_ = arena.take<T>(heads * problem.bias_side() * problem.bias_side());
+        globals_ = arena.take<T>(heads * problem.global_tokens);
+        valid_ = arena.take<bool>(kinds_);
+        expanded_ = arena.take<T>(cached ? kinds_ * slot_ : 0);
+        gradients_ = arena.take<T>(cached && gradients ? kinds_ * slot_ : 0);
     }
 
     // Bias of some panels and queries of the plan's chunk; element (0, 0) of the result is (first panel, first query).
     // `space` is where to expand it if it is not kept.
-    PanelMatrix<T> of_block(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin,
-                            Index query_end, PanelMatrix<T> space) {
+    PanelMatrix<T> of_block(const ChunkPlan<T>& plan, Index head, Index panel_begin, Index panel_end,
+                            Index query_begin, Index query_end, PanelMatrix<T> space) {
         if (!cached) {
-            expand(plan, panel_begin, panel_end, query_begin, query_end, space);
+            expand(plan, head, panel_begin, panel_end, query_begin, query_end, space);
             return space;
         }
-        PanelMatrix<T> matrix{expanded_ + plan.kind * slot_, plan.queries * PANEL<T>};
-        if (!valid_[plan.kind]) expand(plan, 0, plan.panels, 0, plan.queries, matrix);
-        valid_[plan.kind] = true;
+        if (plan.rows.kind != row_kind_) forget_expanded(plan.rows.kind);
+        const Index kind = kind_of(plan, head);
+        PanelMatrix<T> matrix{expanded_ + kind * slot_, plan.queries * PANEL<T>};
+        if (!valid_[kind]) expand(plan, head, 0, plan.panels, 0, plan.queries, matrix);
+        valid_[kind] = true;
         matrix.data = matrix.at(panel_begin, query_begin);
         return matrix;
     }
 
     // Of a query and the key of the same token.
-    T of_own_key() const { return table_[problem_->bias_side() * problem_->bias_side() / 2]; }
+    T of_own_key(Index head) const { return table_of(head)[problem_->bias_side() * problem_->bias_side() / 2]; }
 
-    // Where gradients of the plan's kind of chunk are summed up, until they are taken.
-    PanelMatrix<T> gradients_of(const ChunkPlan<T>& plan) {
-        T* data = gradients_ + plan.kind * slot_;
-        if (!used_[plan.kind]) std::memset(data, 0, sizeof(T) * plan.queries * plan.panels * PANEL<T>);
-        used_[plan.kind] = true;
-        return {data, plan.queries * PANEL<T>};
-    }
-    bool has_gradients_of(Index kind) const { return used_[kind]; }
-    PanelMatrix<T> take_gradients_of(const ChunkPlan<T>& plan) {
-        used_[plan.kind] = false;
-        return {gradients_ + plan.kind * slot_, plan.queries * PANEL<T>};
+    // Where gradients of the plan's kind of chunk are summed up.
+    PanelMatrix<T> gradients_of(const ChunkPlan<T>& plan, Index head) const {
+        return {gradients_ + kind_of(plan, head) * slot_, plan.queries * PANEL<T>};
     }
 
-    // Must be called before the bias of another head is asked for.
-    VL_NOINLINE void select_head(Index head) {
-        if (head == head_) return;
-        head_ = head;
-        for (bool& valid : valid_) valid = false;
-        const Index side = problem_->bias_side(), size = side * side, w = problem_->window;
-        const T* table = static_cast<const T*>(problem_->bias);
-        for (Index row = 0; row < side; row++)
-            for (Index column = 0; column < side; column++) {
-                const Index entry = row * side + column, dy = row - (2 * w - 1), dx = column - (2 * w - 1);
-                const bool near = dy >= -w && dy <= w && dx >= -w && dx <= w;
-                const T value = table ? table[head * size + entry] * T(LOG2_E) : T(0);
-                table_[size - 1 - entry] = problem_->rule == RULE_EXACT && !near ? -T(INFINITY) : value;
-            }
-        const T* global = static_cast<const T*>(problem_->global_bias);
-        for (Index token = 0; token < problem_->global_tokens; token++)
-            global_[token] = global ? global[head * problem_->global_tokens + token] * T(LOG2_E) : T(0);
+    void clear_gradients_of(const ChunkPlan<T>& plan, Index head) {
+        std::memset(gradients_of(plan, head).data, 0, sizeof(T) * plan.queries * plan.panels * PANEL<T>);
+    }
+
+    // Must be called before the bias of other heads is asked for.
+    VL_NOINLINE void select_heads(Index first, Index count) {
+        if (first == first_head_) return;
+        first_head_ = first;
+        forget_expanded(row_kind_);
+        for (Index head = 0; head < count; head++) read_tables(head);
     }
 
     // Adds `source` to a reversed gradient of the table and to that of the global bias; either may be null.
@@ -100,8 +89,8 @@ class Bias {
                 for (int lane = 0; lane < LANES<T>; lane++)
                     if (offset[lane] >= 0 && row)
                         row[offset[lane]] += values[lane];
-                    else if (offset[lane] == ChunkPlan<T>::GLOBAL && global)
-                        global[plan.key_token[key + lane]] += values[lane];
+                    else if (offset[lane] < ChunkPlan<T>::PADDING && global)
+                        global[ChunkPlan<T>::FIRST_GLOBAL - offset[lane]] += values[lane];
             } else if (row && run >= 0) {
                 store<T>(row + run, load<T>(row + run) + load<T>(values));
             } else if (row) {
@@ -112,22 +101,48 @@ class Bias {
 
    private:
     const Problem* problem_;
-    T *table_, *global_, *expanded_, *gradients_;
-    Index head_, slot_;
-    bool valid_[KINDS], used_[KINDS];
+    T *tables_, *globals_, *expanded_, *gradients_;
+    bool* valid_;
+    Index first_head_, row_kind_, kinds_, slot_;
+
+    static Index kind_of(const ChunkPlan<T>& plan, Index head) { return head * AXIS_KINDS + plan.columns.kind; }
+    T* table_of(Index head) const { return tables_ + head * problem_->bias_side() * problem_->bias_side(); }
+
+    void forget_expanded(Index row_kind) {
+        row_kind_ = row_kind;
+        for (Index kind = 0; kind < kinds_; kind++) valid_[kind] = false;
+    }
+
+    void read_tables(Index index) {
+        const Index side = problem_->bias_side(), size = side * side, w = problem_->window, head = first_head_ + index;
+        const T* table = static_cast<const T*>(problem_->bias);
+        T *reversed = table_of(index), *globals = globals_ + index * problem_->global_tokens;
+        for (Index row = 0; row < side; row++)
+            for (Index column = 0; column < side; column++) {
+                const Index entry = row * side + column, dy = row - (2 * w - 1), dx = column - (2 * w - 1);
+                const bool near = dy >= -w && dy <= w && dx >= -w && dx <= w;
+                const T value = table ? table[head * size + entry] * T(LOG2_E) : T(0);
+                const bool hidden = problem_->rule == RULE_EXACT && !near;
+                reversed[size - 1 - (column * side + row)] = hidden ? -T(INFINITY) : value;
+            }
+        const T* global = static_cast<const T*>(problem_->global_bias);
+        for (Index token = 0; token < problem_->global_tokens; token++)
+            globals[token] = global ? global[head * problem_->global_tokens + token] * T(LOG2_E) : T(0);
+    }
 
     // Fills `target` for some panels and queries of the plan.
-    void expand(const ChunkPlan<T>& plan, Index panel_begin, Index panel_end, Index query_begin, Index query_end,
-                PanelMatrix<T> target) const {
+    void expand(const ChunkPlan<T>& plan, Index head, Index panel_begin, Index panel_end, Index query_begin,
+                Index query_end, PanelMatrix<T> target) const {
+        const T *table = table_of(head), *globals = globals_ + head * problem_->global_tokens;
         each_vector(panel_begin, panel_end, query_begin, query_end, target, [&](Index query, Index key, T* values) {
-            const T* row = table_ + plan.query_start[query];
+            const T* row = table + plan.query_start[query];
             const Index run = plan.key_run[key / LANES<T>];
             if (run >= 0) return store<T>(values, load<T>(row + run));
             for (int lane = 0; lane < LANES<T>; lane++) {
                 const Index offset = plan.key_offset[key + lane];
-                values[lane] = offset >= 0                      ? row[offset]
-                               : offset == ChunkPlan<T>::GLOBAL ? global_[plan.key_token[key + lane]]
-                                                                : -T(INFINITY);
+                values[lane] = offset >= 0                       ? row[offset]
+                               : offset == ChunkPlan<T>::PADDING ? -T(INFINITY)
+                                                                 : globals[ChunkPlan<T>::FIRST_GLOBAL - offset];
             }
         });
     }

@@ -3,6 +3,7 @@
 
 #include "bias.h"
 #include "pack.h"
+#include "ring.h"
 
 namespace vision_longformer {
 namespace VL_LEVEL {
@@ -30,43 +31,39 @@ struct Block {
     }
 };
 
-// Calls `body(block, first group of this block)` for all of a chunk, and `pack(block)` before and `finish(block)` after
-// the groups of each block of at most `largest` panels. Blocks and groups are of nearly equal size.
-template <class T, class Pack, class Body, class Finish>
-VL_INLINE void each_block(const ChunkPlan<T>& plan, Index largest, Pack pack, Body body, Finish finish) {
+// Calls `body(block)` for all of a chunk, with blocks of at most `largest` panels. Blocks and groups of queries are of
+// nearly equal size.
+template <class T, class Body>
+VL_INLINE void each_block(const ChunkPlan<T>& plan, Index largest, Body body) {
     const Index blocks = ceiling(plan.panels, largest), groups = ceiling(plan.tiles, GROUP_TILES);
-    for (Index i = 0; i < blocks; i++) {
-        Block block{i * plan.panels / blocks, (i + 1) * plan.panels / blocks, 0, 0};
-        pack(block);
-        for (Index group = 0; group < groups; group++) {
-            block.tile_begin = group * plan.tiles / groups;
-            block.tile_end = (group + 1) * plan.tiles / groups;
-            body(block, group == 0);
-        }
-        finish(block);
-    }
+    for (Index i = 0; i < blocks; i++)
+        for (Index group = 0; group < groups; group++)
+            body(Block{i * plan.panels / blocks, (i + 1) * plan.panels / blocks, group * plan.tiles / groups,
+                       (group + 1) * plan.tiles / groups});
 }
 
-// The keys or values of one batch entry and head.
+// The keys or values of one batch entry, from a head on.
 template <class S>
-PanelSource<S> panel_source(const Problem& problem, const void* tensor, const Strides& strides, Index batch, Index head,
-                            const S* zeros) {
+KeySource<S> key_source(const Problem& problem, const void* tensor, const Strides& strides, Index batch, Index head,
+                        const S* zeros) {
     const S* base = static_cast<const S*>(tensor) + batch * strides.batch + head * strides.head;
-    return {base, strides.token, problem.dim, round_up(problem.dim, PANEL<Arithmetic<S>>), zeros};
+    return {base, strides.token, strides.head, problem.dim, round_up(problem.dim, PANEL<Arithmetic<S>>), zeros};
 }
 
-// target[query][:] += sum over the panels begin .. end of left[query][key] * right[key][:], for a micro tile of
-// queries. `left` is the tile's first row in the first of those panels, `right` the rows of the block's keys.
+// target[query][:] += sum over keys of left[query][key] * right[key][:], for a micro tile of queries and the panels of
+// `place`, which says where the rows of each vector of keys are. `left` is the tile's first row in the first panel.
 template <class T>
-VL_INLINE void sum_over_keys(const T* left, Index panel_stride, const T* right, Index begin, Index end, Index count,
-                             T* target, Index padded) {
+VL_INLINE void sum_over_keys(const T* left, Index panel_stride, const T* right, const Index* place, Index panels,
+                             Index count, T* target, Index padded) {
     for (Index column = 0; column < padded; column += PANEL<T>)
         with_constant<MICRO_ROWS>(count, [&](auto rows) VL_LAMBDA {
             Tile<T, rows.value> sums;
             sums.read(target + column, padded);
-            for (Index panel = begin; panel < end; panel++)
-                sums.multiply(left + (panel - begin) * panel_stride, PANEL<T>, 1,
-                              right + panel * PANEL<T> * padded + column, padded, PANEL<T>);
+            for (Index vector = 0; vector < 2 * panels; vector++) {
+                const T* first = right + place[vector] + column;
+                sums.multiply(left + vector / 2 * panel_stride + vector % 2 * LANES<T>, PANEL<T>, 1, first,
+                              first + LANES<T>, padded, LANES<T>);
+            }
             sums.write(target + column, padded);
         });
 }

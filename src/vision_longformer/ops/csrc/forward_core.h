@@ -9,57 +9,51 @@ namespace VL_LEVEL {
 
 template <class T>
 struct ForwardCore {
-    static constexpr Index BLOCK_PANELS = 896 / (2 * VECTOR_BYTES);
+    static constexpr Index BLOCK_PANELS = 896 / (2 * VECTOR_BYTES), ARRAYS = 2;  // arrays of packed keys
     // Weights are powers of two of scores relative to a reference per query. Most scores are small, so that 0 does: it
     // is raised for scores that exceed it by more than SLACK, and a sum of weights below TINY says it was too high.
     static constexpr T SLACK = 60, TINY = T(0x1p-60);
 
-    Index dim, padded;
+    Index dim, padded, heads, head;  // heads of a pass at most, and which of them is at work
     ChunkPlan<T> plan;
     Bias<T> bias;
+    KeyRing<T> ring;
     T *query, *result;           // rows of `padded` elements per query
     T *reference, *total, *sum;  // per query: what weights are relative to; sum of weights, lane by lane, and in all
-    T *key_panels, *value_rows;  // of the block
+    T *key_panels, *value_rows;  // of the groups of the ring, for each head
     PanelMatrix<T> weights, block_bias;
     Prefetch prefetch;
 
-    void allocate(const Problem& problem, Arena& arena) {
+    void allocate(const Problem& problem, Index pass_heads, Arena& arena) {
         dim = problem.dim;
+        heads = pass_heads;
         padded = round_up(dim, PANEL<T>);
         plan.allocate(problem, arena);
-        bias.allocate(problem, plan, false, arena);
+        bias.allocate(problem, plan, heads, false, arena);
+        ring.allocate(plan, padded, arena);
         const Index queries = plan.largest_queries(), block = BLOCK_PANELS * PANEL<T>;
         query = arena.take<T>(queries * padded);
         result = arena.take<T>(queries * padded);
         reference = arena.take<T>(queries);
         total = arena.take<T>(queries * LANES<T>);
         sum = arena.take<T>(queries);
-        key_panels = arena.take<T>(block * padded);
-        value_rows = arena.take<T>(block * padded);
+        for (T** packed : {&key_panels, &value_rows}) *packed = arena.take<T>(heads * ring.size());
         weights = {arena.take<T>(GROUP_ROWS * block), GROUP_ROWS * PANEL<T>};
         block_bias = {arena.take<T>(bias.cached ? 0 : GROUP_ROWS * block), GROUP_ROWS * PANEL<T>};
     }
 
-    // Before the first block of a chunk; references are set apart.
-    void clear() {
+    // Before anything else: the zeros that stand for padding.
+    void start() {
+        for (T* packed : {key_panels, value_rows})
+            for (Index i = 0; i < heads; i++)
+                std::memset(packed + i * ring.size() + ring.zeros(), 0, sizeof(T) * LANES<T> * padded);
+    }
+
+    // All keys of a chunk, relative to the references; false if some query's was too high.
+    bool attend() {
         std::memset(result, 0, sizeof(T) * plan.queries * padded);
         std::memset(total, 0, sizeof(T) * plan.queries * LANES<T>);
-    }
-
-    VL_NOINLINE void attend(const Block& block) {
-        score(block);
-        const Index first = plan.tile_start[block.tile_begin];
-        for (Index tile = block.tile_begin; tile < block.tile_end; tile++) {
-            const Index begin = block.seen_begin(plan, tile), end = block.seen_end(plan, tile);
-            if (begin >= end) continue;
-            const Index start = plan.tile_start[tile];
-            sum_over_keys<T>(weights.at(begin, start - first), weights.panel_stride, value_rows, begin, end,
-                             plan.tile_start[tile + 1] - start, result + start * padded, padded);
-        }
-    }
-
-    // After the last block of a chunk: adds up the weights; false if some query's reference was too high.
-    bool finish() {
+        each_block(plan, BLOCK_PANELS, [&](const Block& block) { attend(block); });
         bool fine = true;
         for (Index i = 0; i < plan.queries; i++) {
             sum[i] = sum_of_lanes<T>(load<T>(total + i * LANES<T>));
@@ -69,10 +63,23 @@ struct ForwardCore {
     }
 
    private:
+    VL_NOINLINE void attend(const Block& block) {
+        score(block);
+        const Index first = plan.tile_start[block.tile_begin];
+        for (Index tile = block.tile_begin; tile < block.tile_end; tile++) {
+            const Index begin = block.seen_begin(plan, tile), end = block.seen_end(plan, tile);
+            if (begin >= end) continue;
+            const Index start = plan.tile_start[tile];
+            sum_over_keys<T>(weights.at(begin, start - first), weights.panel_stride, value_rows + head * ring.size(),
+                             ring.place + 2 * (block.panel_begin + begin), end - begin,
+                             plan.tile_start[tile + 1] - start, result + start * padded, padded);
+        }
+    }
+
     // Weights of the group's queries with the block's keys: powers of two of bias plus product.
     void score(const Block& block) {
         const Index first = plan.tile_start[block.tile_begin];
-        const PanelMatrix<T> added = bias.of_block(plan, block.panel_begin, block.panel_end, first,
+        const PanelMatrix<T> added = bias.of_block(plan, head, block.panel_begin, block.panel_end, first,
                                                    plan.tile_start[block.tile_end], block_bias);
         for (Index panel = block.panel_begin; panel < block.panel_end; panel++)
             for (Index tile = block.tile_begin; tile < block.tile_end; tile++) {
@@ -80,19 +87,21 @@ struct ForwardCore {
                 prefetch.step();
                 const Index start = plan.tile_start[tile], place = panel - block.panel_begin;
                 with_constant<MICRO_ROWS>(plan.tile_start[tile + 1] - start, [&](auto rows) VL_LAMBDA {
-                    score_tile<rows.value>(start, place, start - first, added.at(place, start - first));
+                    score_tile<rows.value>(start, ring.place + 2 * panel, place, start - first,
+                                           added.at(place, start - first));
                 });
             }
     }
 
     template <int ROWS>
-    VL_INLINE void score_tile(Index start, Index panel, Index row, const T* added) {
+    VL_INLINE void score_tile(Index start, const Index* keys, Index panel, Index row, const T* added) {
         T *weight = weights.at(panel, row), *row_reference = reference + start, *row_total = total + start * LANES<T>;
         Tile<T, ROWS> sums;
         sums.each([=](Vector<T>& score, int i, int j) VL_LAMBDA {
             score = load<T>(added + i * PANEL<T> + j * LANES<T>) - row_reference[i];
         });
-        sums.multiply(query + start * padded, padded, 1, key_panels + panel * PANEL<T> * padded, PANEL<T>, dim);
+        const T* panels = key_panels + head * ring.size();
+        sums.multiply(query + start * padded, padded, 1, panels + keys[0], panels + keys[1], LANES<T>, dim);
         Vector<T> highest = sums.sum[0][0];
         sums.each([&](Vector<T>& score, int, int) VL_LAMBDA { highest = maximum(highest, score); });
         if (__builtin_expect(any_above<T>(highest, SLACK), false)) {

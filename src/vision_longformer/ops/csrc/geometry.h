@@ -11,15 +11,18 @@ constexpr Index maximum(Index a, Index b) { return a > b ? a : b; }
 constexpr Index ceiling(Index a, Index b) { return (a + b - 1) / b; }
 constexpr Index round_up(Index a, Index b) { return ceiling(a, b) * b; }
 
+constexpr int AXIS_KINDS = 4;
+
 // The blocks before, at and after a chunk, along one axis: the positions first .. first + stored of the map exist, and
 // `count` positions take part, more than exist only where zero padding is attended to.
 struct AxisBlocks {
     Index first[3], stored[3], count[3];
-    // Chunks of one kind (0 .. 3) have equal counts, so that they share an expanded bias.
+    // Chunks of one kind (below AXIS_KINDS) have equal counts, so that they share an expanded bias.
     int kind;
 };
 
-inline AxisBlocks axis_blocks(Index chunk, Index chunks, Index length, Index window, Index rule) {
+inline AxisBlocks axis_blocks(Index chunk, Index length, const Problem& problem) {
+    const Index window = problem.window, rule = problem.rule, chunks = ceiling(length, window);
     AxisBlocks blocks;
     bool full = true;
     for (int block = 0; block < 3; block++) {
@@ -33,6 +36,16 @@ inline AxisBlocks axis_blocks(Index chunk, Index chunks, Index length, Index win
     blocks.kind = full ? 1 : chunk == 0 ? 0 : chunk == chunks - 1 ? 3 : 2;
     return blocks;
 }
+
+// Heads are worked on in passes of nearly equal size. The heads of a token lie side by side in memory, so that a pass
+// of several visits fewer pages.
+struct HeadPasses {
+    Index heads, count;
+
+    Index first(Index pass) const { return pass * heads / count; }
+    Index size(Index pass) const { return first(pass + 1) - first(pass); }
+    Index largest() const { return ceiling(heads, count); }
+};
 
 // An axis of `chunks` chunks cut into tiles of at least `smallest` (or one tile).
 //
@@ -65,13 +78,13 @@ struct AxisTiles {
 struct MapTiles {
     AxisTiles rows, columns;
 
-    static constexpr Index SMALLEST = 4, LARGEST = 32, WANTED = 128;
+    static constexpr Index SMALLEST = 8, LARGEST = 32, WANTED = 32;
 
-    // Tiles of 4 to 32 chunks, small where there would be too few of them to share out; two rows high, which is enough
-    // for two colours, and wide, because neighbours along a row share keys that are still in a cache.
-    static MapTiles of(const Problem& problem) {
+    // Tiles of 8 to 32 chunks, small where there would be too few of them to share out; two rows high, which is enough
+    // for two colours, and wide, because neighbours along a row share packed keys.
+    static MapTiles of(const Problem& problem, Index entries) {
         const Index rows = ceiling(problem.height, problem.window), columns = ceiling(problem.width, problem.window);
-        const Index work = problem.batch * problem.heads * rows * columns;
+        const Index work = entries * rows * columns;
         const Index area = minimum(LARGEST, maximum(SMALLEST, work / WANTED));
         const bool cyclic = problem.rule == RULE_CYCLIC || problem.rule == RULE_CYCLIC_RELEASE;
         return {AxisTiles(rows, 2, cyclic), AxisTiles(columns, area / 2, cyclic)};

@@ -13,10 +13,16 @@ namespace VL_LEVEL {
 // Each thread keeps its working memory; forward and backward take turns in it.
 static thread_local Arena arena;
 
+constexpr Index PARTS_PER_THREAD = 16;
+
 template <class S>
 static bool run_forward(const Problem& problem) {
-    const MapTiles tiles = MapTiles::of(problem);
-    const Index units = problem.batch * problem.heads * tiles.count();
+    const Index rows = ceiling(problem.height, problem.window), columns = ceiling(problem.width, problem.window);
+    const HeadPasses passes = Forward<S>::passes(problem);
+    const Index entries = problem.batch * passes.count;
+    // Parts of rows, enough of them for all threads; what is computed does not depend on it.
+    const Index parts = minimum(columns, ceiling(PARTS_PER_THREAD * problem.threads, maximum(1, entries * rows)));
+    const Index units = entries * rows * parts;
     Team team;
     bool failed = false;
     auto body = [&] {
@@ -25,12 +31,11 @@ static bool run_forward(const Problem& problem) {
         if (!ready) __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
         if (ready) worker.start();
         team.phase(0, units, [&](Index unit) {
-            const Index tile = unit % tiles.count(), entry = unit / tiles.count();
-            const Index row = tile / tiles.columns.count, column = tile % tiles.columns.count;
-            if (!ready) return;
-            for (Index i = tiles.rows.first(row); i < tiles.rows.first(row + 1); i++)
-                for (Index j = tiles.columns.first(column); j < tiles.columns.first(column + 1); j++)
-                    worker.attend(entry % problem.batch, entry / problem.batch, i, j);
+            const Index part = unit % parts, row = unit / parts % rows, entry = unit / (parts * rows);
+            const Index batch = entry % problem.batch, pass = entry / problem.batch;
+            if (ready)
+                worker.attend(batch, passes.first(pass), passes.size(pass), row, part * columns / parts,
+                              (part + 1) * columns / parts);
         });
     };
     team.run(minimum(problem.threads, units), body);
@@ -44,11 +49,13 @@ static void sum_shared(const Problem& p, const SharedGradients<T>& shared, Index
     if (task < p.heads) {
         T* table = p.grad_bias ? static_cast<T*>(p.grad_bias) + task * shared.table_size : nullptr;
         T* global = p.grad_global_bias ? static_cast<T*>(p.grad_global_bias) + task * p.global_tokens : nullptr;
+        const Index side = p.bias_side();
         if (table) std::memset(table, 0, sizeof(T) * shared.table_size);
         if (global) std::memset(global, 0, sizeof(T) * p.global_tokens);
         for (Index unit = task * p.batch * tiles; unit < (task + 1) * p.batch * tiles; unit++) {
             const T *from = shared.table(unit), *global_from = shared.global_bias(unit);
-            for (Index i = 0; table && i < shared.table_size; i++) table[i] += from[shared.table_size - 1 - i];
+            for (Index i = 0; table && i < shared.table_size; i++)
+                table[i] += from[shared.table_size - 1 - (i % side * side + i / side)];
             for (Index i = 0; global && i < p.global_tokens; i++) global[i] += global_from[i];
         }
         return;
@@ -66,11 +73,13 @@ static void sum_shared(const Problem& p, const SharedGradients<T>& shared, Index
 template <class S>
 static bool run_backward(const Problem& problem) {
     using T = Arithmetic<S>;
-    const MapTiles tiles = MapTiles::of(problem);
-    const Index entries = problem.batch * problem.heads;
+    const HeadPasses passes = Backward<S>::passes(problem);
+    const Index entries = problem.batch * passes.count;
+    const MapTiles tiles = MapTiles::of(problem, entries);
     const Index table_size = problem.grad_bias ? problem.bias_side() * problem.bias_side() : 0;
     SharedGradients<T> shared{nullptr, problem.global_tokens, problem.dim, table_size};
-    shared.data = static_cast<T*>(std::malloc(sizeof(T) * (entries * tiles.count() * shared.size() + 1)));
+    const Index shared_units = problem.batch * problem.heads * tiles.count();
+    shared.data = static_cast<T*>(std::malloc(sizeof(T) * (shared_units * shared.size() + 1)));
     if (!shared.data) return false;
     const Index grad_tokens = problem.batch * (problem.global_tokens + problem.tokens());
     const Index token_size = problem.heads * problem.dim, tokens_per_task = 1 + 65536 / token_size;
@@ -94,12 +103,14 @@ static bool run_backward(const Problem& problem) {
                     const Index entry = task / (high * wide);
                     const Index row = tiles.rows.tile_of(row_colour, task / wide % high);
                     const Index column = tiles.columns.tile_of(column_colour, task % wide);
-                    const Index unit = entry * tiles.count() + row * tiles.columns.count + column;
+                    const Index batch = entry % problem.batch, pass = entry / problem.batch, head = passes.first(pass);
+                    const Index tile = row * tiles.columns.count + column, stride = problem.batch * tiles.count();
                     if (ready)
-                        worker.differentiate(entry % problem.batch, entry / problem.batch, tiles, row, column, unit);
+                        worker.differentiate(batch, head, passes.size(pass), tiles, row, column,
+                                             head * stride + batch * tiles.count() + tile, stride);
                 });
             }
-        team.phase(phase++, problem.heads + entries,
+        team.phase(phase++, problem.heads + problem.batch * problem.heads,
                    [&](Index task) { sum_shared<T>(problem, shared, tiles.count(), task); });
     };
     team.run(minimum(problem.threads, maximum(1, entries * tiles.count())), body);

@@ -1,7 +1,7 @@
 // Small matrix products held in registers: tiles of a few rows by two vectors.
 //
-// Three layouts of operands cover everything: rows (a matrix with a row stride), panels (columns in groups of
-// PANEL, each group stored row by row) and panels read by column. `multiply` serves all of them through its strides.
+// Operands are rows (a matrix with a row stride) or columns in groups of one or two vectors, each group stored row by
+// row. `multiply` serves all of them through its strides.
 #pragma once
 
 #include "simd.h"
@@ -63,19 +63,19 @@ struct Tile {
         });
     }
 
-    // sum[row][:] += left[row * left_row + step * left_step] * right[step * right_step + :] for all steps.
-    VL_INLINE void multiply(const T* left, Index left_row, Index left_step, const T* right, Index right_step,
-                            Index steps) {
+    // sum[row][:] += left[row * left_row + step * left_step] * right[step * right_step + :] for all steps, where
+    // `right` is `first` for the first vector of a row and `second` for the second.
+    VL_INLINE void multiply(const T* left, Index left_row, Index left_step, const T* first, const T* second,
+                            Index right_step, Index steps) {
         for (Index step = 0; step < steps; step++) {
-            const T* place = right + step * right_step;
-            Vector<T> first = load<T>(place), second = load<T>(place + LANES<T>);
-            keep_in_register(first);
-            keep_in_register(second);
+            Vector<T> right[2] = {load<T>(first + step * right_step), load<T>(second + step * right_step)};
+            keep_in_register(right[0]);
+            keep_in_register(right[1]);
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS; row++) {
                 const Vector<T> value = broadcast<T>(left[row * left_row + step * left_step]);
-                sum[row][0] += value * first;
-                sum[row][1] += value * second;
+                sum[row][0] += value * right[0];
+                sum[row][1] += value * right[1];
             }
         }
     }

@@ -70,7 +70,7 @@ VL_INLINE Vector<Arithmetic<S>> load_as_arithmetic(const S* source) {
     if constexpr (sizeof(S) == sizeof(T)) {
         return load<T>(source);
     } else {
-        Vector<T> result;
+        Vector<T> result{};
         for (int lane = 0; lane < LANES<T>; lane++) result[lane] = decode(source[lane]);
         return result;
     }
