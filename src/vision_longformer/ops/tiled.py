@@ -1,7 +1,7 @@
-"""Memory-lean local attention in PyTorch alone: tiles of chunk rows, the backward recomputes the scores.
+"""Memory-lean local attention in PyTorch alone: strips of chunk rows, the backward recomputes the scores.
 
-Chunks are taken class by class (see ``tiles.py``), a few rows at a time, so that their gathered keys stay in the cache
-and no temporary grows with the map. Arithmetic is in float32 at least.
+No temporary grows with the height of the map. Arithmetic is in float32 at least, and in powers of two, which are faster
+(see ``tiled_scores.py``).
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..geometry import is_cyclic
 from .opaque import opaque
 from .spec import LocalSpec, refuse_dilation
-from .tiles import ChunkClass, fold_key_map, key_map, map_classes
+from .tiled_scores import LOG2_E, Inputs, Tile, add_products, add_weighted, product, weighted_sum
+from .tiles import fold_key_map, key_map
 
-FORWARD_TILE, BACKWARD_TILE = 1 << 19, 1 << 20
-"""Elements of temporaries at a time: a few MB, what the caches hold."""
+SAFE = 2.0**100
+"""Sums of weights between its inverse and itself have lost nothing to overflow or underflow."""
 
 
 def refusal(spec: LocalSpec, q: Tensor) -> str | None:
@@ -25,126 +27,109 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, global_bias: Tensor | None, neighbour: Tensor | None,
     spec: LocalSpec,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    kind = torch.promote_types(q.dtype, torch.float32)
-    heads, dim, global_tokens = q.shape[2], q.shape[3], k.shape[1] - spec.grid.tokens
-    queries = q.unflatten(1, tuple(spec.grid))
-    keys, values = (key_map(x[:, global_tokens:], spec) for x in (k, v))
-    out, lse = torch.empty_like(queries, memory_format=torch.contiguous_format), q.new_empty(*q.shape[:3], dtype=kind)
-    lse_map = lse.unflatten(1, tuple(spec.grid))[..., None]
-    scratch = q.new_empty(0, dtype=kind)
-    for chunks in map_classes(spec, neighbour, global_tokens):
-        added = chunks.bias(bias, global_bias, spec, q.shape[2], scratch)
-        for images, rows in chunks.tiles(len(q), heads * chunks.key_count * dim * 2, FORWARD_TILE):
-            tile = chunks.queries(queries, images, rows)
-            shape = (*tile.shape[:4], chunks.key_count, dim)
-            scratch, (tile_k, tile_v) = _buffers(scratch, shape, shape)
-            for tokens, image, buffer in ((k, keys, tile_k), (v, values, tile_v)):
-                buffer[..., :global_tokens, :] = tokens[images, :global_tokens].transpose(1, 2)[:, None, None]
-                chunks.gather(image, images, rows, buffer)
-            packed = tile.to(kind).flatten(4, 5).flatten(0, 2)
-            result, tile_lse = _attend(packed, tile_k.flatten(0, 2), tile_v.flatten(0, 2), added, spec.scale)
-            tile_out = chunks.queries(out, images, rows)
-            tile_out.copy_(result.view(tile_out.shape))
-            chunks.queries(lse_map, images, rows).copy_(tile_lse.reshape(*tile_out.shape[:6], 1))
-    return out.flatten(1, 2), lse
+    inputs = Inputs(q, k, v, bias, global_bias, neighbour, spec)
+    out, lse = q.new_empty(q.shape), inputs.table.new_empty(q.shape[:3])
+    out_map, lse_map = (x.unflatten(1, tuple(spec.grid)) for x in (out, lse[..., None]))
+    for row in inputs.classes:
+        for tile in inputs.tiles(row):
+            shift = tile.q.new_zeros(()).expand(*tile.q.shape[:2], 1)
+            result, total = _attend(tile, shift)
+            if not ((total > 1 / SAFE) & (total < SAFE)).all():
+                shift = _peaks(tile, shift)
+                result, total = _attend(tile, shift)
+            tile.store(result.div_(total), out_map)
+            tile.store(total.log2_().add_(shift).div_(LOG2_E), lse_map)
+    return out, lse
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of (n, heads, queries or keys, dim) and its log-sum-exp (n, heads, queries)."""
-    if q.device.type == "cpu":
-        mask = None if bias is None else bias[None]
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
-    scores = (q * scale) @ k.transpose(-1, -2)
-    if bias is not None:
-        scores += bias
-    lse = scores.logsumexp(-1, keepdim=True)
-    return scores.sub_(lse).exp_() @ v, lse[..., 0]
+def _attend(tile: Tile, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of weighted values (n, queries, dim) and of the weights (n, queries, 1), which are 2^(score − shift)."""
+    results, totals = [], []
+    for _, pieces, scores in tile.scores(shift):
+        totals.append(scores.whole.exp2_().sum(-1, keepdim=True))
+        results.append(weighted_sum(scores, tile.v, pieces))
+    weights = tile.global_scores().sub_(shift).exp2_()
+    total = torch.cat(totals, 1).add_(weights.sum(-1, keepdim=True))
+    return torch.cat(results, 1).baddbmm_(weights, tile.global_v), total
+
+
+def _peaks(tile: Tile, zeros: Tensor) -> Tensor:
+    """The largest score of each query, (n, queries, 1)."""
+    peaks = torch.cat([scores.whole.amax(-1, keepdim=True) for *_, scores in tile.scores(zeros)], 1)
+    return torch.cat([tile.global_scores(), peaks], -1).amax(-1, keepdim=True)
+
+
+class _Gradients:
+    """Sums of the gradients of all inputs, as maps and in float32 at least, like :class:`Inputs`."""
+
+    def __init__(self, q: Tensor, k: Tensor, inputs: Inputs, spec: LocalSpec) -> None:
+        self.global_tokens, self.spec = k.shape[1] - spec.grid.tokens, spec
+        self.q = q.new_empty(q.shape)
+        self.k, self.v = (k.new_zeros(k.shape, dtype=inputs.table.dtype) for _ in range(2))
+        self.queries = self.q.unflatten(1, tuple(spec.grid))
+        self.keys, self.values = (key_map(x[:, self.global_tokens :], spec) for x in (self.k, self.v))
+        self.table, self.global_bias = torch.zeros_like(inputs.table), torch.zeros_like(inputs.global_bias)
+
+    def add(self, tile: Tile, grad: Tensor, lse: Tensor, delta: Tensor, sums: list[Tensor]) -> None:
+        """Those of a tile, from streams of the output's gradient, the log-sum-exp and delta.
+
+        Gradients of what is added to the scores go to ``sums``, one for each class of chunks, or none if not asked for.
+        """
+        grad_k, grad_v = tile.load_keys(self.keys, "grad_k"), tile.load_keys(self.values, "grad_v")
+        grad_q, buffers = [], tile.buffers("grads")
+        ones = grad.new_ones(len(grad) // len(self.table))
+        streams = (tile.split(x) for x in (tile.q, grad, delta.neg()))
+        for (index, pieces, weights), q, g, start in zip(tile.scores(lse), *streams, strict=True):
+            grads = buffers[index]
+            grads.whole.copy_(start.expand_as(grads.whole))
+            add_products(grads, g, tile.v, pieces, 1)
+            grads.whole.mul_(weights.whole.exp2_())
+            add_weighted(grad_v, pieces, weights, g, 1)
+            add_weighted(grad_k, pieces, grads, q, self.spec.scale)
+            grad_q.append(weighted_sum(grads, tile.k, pieces))
+            if sums:
+                sums[index].view(-1).addmv_(grads.whole.view(len(ones), -1).t(), ones)
+        tile.store_keys(grad_k, self.keys)
+        tile.store_keys(grad_v, self.values)
+        grad_q_stream = torch.cat(grad_q, 1) + self._add_global(tile, grad, lse, delta)
+        tile.store(grad_q_stream.mul_(self.spec.scale), self.queries)
+
+    def _add_global(self, tile: Tile, grad: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        """Those of the global keys of a tile; returns its unscaled gradients of the queries."""
+        weights = tile.global_scores().sub_(lse).exp2_()
+        grads = product(grad, tile.global_v.transpose(1, 2)).sub_(delta).mul_(weights)
+        grad_k = product(grads.transpose(1, 2), tile.q).mul_(self.spec.scale)
+        tile.strips.collect(grad_k, self.k[:, : self.global_tokens])
+        tile.strips.collect(product(weights.transpose(1, 2), grad), self.v[:, : self.global_tokens])
+        self.global_bias += tile.by_head(grads).sum((0, 2))
+        return product(grads, tile.global_k)
+
+    def fold(self) -> None:
+        """Give tokens the gradients of their copies in the maps of cyclic rules."""
+        if is_cyclic(self.spec.rule):
+            self.k[:, self.global_tokens :] = fold_key_map(self.keys, self.spec)
+            self.v[:, self.global_tokens :] = fold_key_map(self.values, self.spec)
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, global_bias: Tensor | None,
     neighbour: Tensor | None, out: Tensor, lse: Tensor, spec: LocalSpec,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    kind, global_tokens = lse.dtype, k.shape[1] - spec.grid.tokens
-    delta = (grad.to(kind) * out).sum(-1)
-    maps = [x.unflatten(1, tuple(spec.grid)) for x in (q, grad, lse[..., None], delta[..., None])]
-    keys, values = (key_map(x[:, global_tokens:], spec) for x in (k, v))
-    grad_q = torch.empty_like(maps[0], memory_format=torch.contiguous_format)
-    grad_k, grad_v = (x.new_zeros(x.shape, dtype=kind) for x in (keys, values))
-    grad_globals = [x.new_zeros(x[:, :global_tokens].transpose(1, 2).shape, dtype=kind) for x in (k, v)]
-    grad_bias = None if bias is None else bias.new_zeros(bias.shape, dtype=kind)
-    grad_global_bias = None if global_bias is None else global_bias.new_zeros(global_bias.shape, dtype=kind)
-    scratch = q.new_empty(0, dtype=kind)
-    for chunks in map_classes(spec, neighbour, global_tokens):
-        added = chunks.bias(bias, global_bias, spec, q.shape[2], scratch)
-        count, size = chunks.query_count, chunks.key_count
-        summed = q.new_zeros(q.shape[2], count, size, dtype=kind)
-        for images, rows in chunks.tiles(len(q), q.shape[2] * size * (4 * q.shape[3] + 2 * count), BACKWARD_TILE):
-            views = [chunks.queries(x, images, rows) for x in maps]
-            lead = views[0].shape[:4]
-            key_shape, score_shape = (*lead, size, q.shape[3]), (*lead, count, size)
-            shapes = (key_shape, key_shape, key_shape, key_shape, score_shape, score_shape)
-            scratch, (tile_k, tile_v, tile_dk, tile_dv, scores, grads) = _buffers(scratch, *shapes)
-            for tokens, image, buffer in ((k, keys, tile_k), (v, values, tile_v)):
-                buffer[..., :global_tokens, :] = tokens[images, :global_tokens].transpose(1, 2)[:, None, None]
-                chunks.gather(image, images, rows, buffer)
-            packed = [x.to(kind).flatten(4, 5).flatten(0, 3) for x in views]
-            flat = [x.flatten(0, 3) for x in (tile_k, tile_v, tile_dk, tile_dv, scores, grads)]
-            tile_dq = _tile_gradients(packed, flat, added, spec.scale)
-            chunks.queries(grad_q, images, rows).copy_(tile_dq.view(views[0].shape))
-            for buffer, total, image in ((tile_dk, grad_globals[0], grad_k), (tile_dv, grad_globals[1], grad_v)):
-                total[images] += buffer[..., :global_tokens, :].sum((1, 2))
-                chunks.scatter(buffer, images, rows, image)
-            if bias is not None or global_bias is not None:
-                summed += grads.flatten(0, 2).sum(0)
-        if grad_bias is not None:
-            _add_table_gradient(chunks, summed, grad_bias)
-        if grad_global_bias is not None:
-            grad_global_bias += summed[..., :global_tokens].sum(1)
-    locals_ = [fold_key_map(image, spec) for image in (grad_k, grad_v)]
-    full = [torch.cat([g.transpose(1, 2), x], 1).to(q.dtype) for g, x in zip(grad_globals, locals_, strict=True)]
-    biases = [q.new_empty(0) if g is None else g.to(q.dtype) for g in (grad_bias, grad_global_bias)]
-    return grad_q.flatten(1, 2), full[0], full[1], biases[0], biases[1]
-
-
-def _tile_gradients(queries: list[Tensor], buffers: list[Tensor], bias: Tensor | None, scale: float) -> Tensor:
-    """Gradients of a tile: of keys, values and scores into the buffers; those of the queries are returned.
-
-    ``queries``: q, gradient, log-sum-exp, delta, all (n, queries, dim or 1). ``buffers``: k, v and their gradients
-    (n, keys, dim), scores and their gradients (n, queries, keys).
-    """
-    q, grad, lse, delta = queries
-    k, v, grad_k, grad_v, scores, grads = buffers
-    if bias is None:
-        scores.copy_((-lse).expand_as(scores))
-    else:
-        torch.sub(bias, lse.unflatten(0, (-1, len(bias))), out=scores.unflatten(0, (-1, len(bias))))
-    scores.baddbmm_(q, k.transpose(1, 2), alpha=scale).exp_()
-    torch.bmm(grad, v.transpose(1, 2), out=grads)
-    torch.bmm(scores.transpose(1, 2), grad, out=grad_v)
-    grads.sub_(delta).mul_(scores)
-    torch.bmm(grads.transpose(1, 2), q, out=grad_k)
-    grad_k.mul_(scale)
-    return torch.bmm(grads, k).mul_(scale)
-
-
-def _add_table_gradient(chunks: ChunkClass, summed: Tensor, table: Tensor) -> None:
-    """Sum score gradients (heads, queries, keys) of a class into the entries of the offset table they came from."""
-    for piece in chunks.pieces:
-        rows, columns = (
-            x + size // 2 for x, size in zip(chunks.offsets(piece, table.device), table.shape[1:], strict=True)
-        )
-        index = (rows[:, None, :, None] * table.shape[2] + columns[:, None]).flatten()
-        table.view(len(table), -1).index_add_(1, index, summed[..., piece.keys].flatten(1))
-
-
-def _buffers(scratch: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-    """Contiguous buffers cut from ``scratch``, renewed if too small: fresh pages cost as much as arithmetic."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    if scratch.numel() < sum(sizes):
-        scratch = scratch.new_empty(sum(sizes))
-    parts = scratch[: sum(sizes)].split(sizes)
-    return scratch, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    inputs = Inputs(q, k, v, bias, global_bias, neighbour, spec)
+    total = _Gradients(q, k, inputs, spec)
+    grad_map, out_map, lse_map = (x.unflatten(1, tuple(spec.grid)) for x in (grad, out, lse[..., None]))
+    for row in inputs.classes:
+        sums = [] if bias is None else [lse.new_zeros(inputs.heads, *chunks.shape) for chunks in row.chunks]
+        for tile in inputs.tiles(row):
+            tile_grad, tile_lse = tile.load(grad_map, "grad"), tile.load(lse_map, "lse").mul_(LOG2_E)
+            delta = tile.load(out_map, "out").mul_(tile_grad).sum(-1, keepdim=True)
+            total.add(tile, tile_grad, tile_lse, delta, sums)
+        for chunks, summed in zip(row.chunks, sums, strict=bias is not None):
+            chunks.add_to_table(summed, total.table)
+    total.fold()
+    grad_bias = q.new_empty(0) if bias is None else total.table[:, :-1].reshape(bias.shape).to(q.dtype)
+    grad_global_bias = q.new_empty(0) if global_bias is None else total.global_bias.to(q.dtype)
+    return total.q, total.k.to(q.dtype), total.v.to(q.dtype), grad_bias, grad_global_bias
 
 
 attend = opaque("tiled", _forward, _backward)

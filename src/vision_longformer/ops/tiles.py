@@ -1,4 +1,4 @@
-"""How a map falls into classes of chunks with key rectangles of one shape, so that most of it needs no mask.
+"""How a map falls into classes of chunks whose keys lie alike, so that what is added to their scores is made once.
 
 Along an axis, chunks whose keys lie alike relative to them form a class: the first chunk, the inner ones, the last ones
 at a border. A class of the map is a pair of axis classes. Keys come in pieces, each a range of blocks along both axes:
@@ -13,9 +13,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..geometry import BLOCKS, is_cyclic, neighbour_block, pad_map, table_lookup
+from ..geometry import BLOCKS, is_cyclic, neighbour_block, pad_map
 from .spec import LocalSpec
+
+KEY_MULTIPLE = 8
+"""Of this many keys is every piece, the surplus masked: matrix products with odd sizes are slower by more than that."""
 
 
 class KeyRange(NamedTuple):
@@ -38,118 +42,104 @@ class AxisClass(NamedTuple):
     keys: tuple[KeyRange, ...]
 
 
-class Piece(NamedTuple):
-    """A key rectangle of a class: its ranges along rows and columns, and where its keys stand among the class's."""
+class ChunkClass(NamedTuple):
+    """Chunks with the same classes of rows and of columns; their tokens are taken column by column."""
 
-    rows: KeyRange
-    columns: KeyRange
-    keys: slice
+    rows: AxisClass
+    columns: AxisClass
+    spec: LocalSpec
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the scores of a chunk: queries and keys."""
+        return self.rows.length * self.columns.length, sum(self.key_counts())
+
+    def key_counts(self) -> list[int]:
+        """How many keys of each piece have scores."""
+        return [_padded(len(rows.counts) * len(columns.counts)) for rows, columns in self.pieces()]
+
+    def pieces(self) -> Iterator[tuple[KeyRange, KeyRange]]:
+        return zip(self.rows.keys, self.columns.keys, strict=True)
+
+    def bias(self, table: Tensor) -> Tensor:
+        """What is added to the scores of each chunk, (heads, queries, keys), from a table of :func:`entry_table`."""
+        return table.index_select(1, _entries(self, table.device)).view(-1, *self.shape)
+
+    def add_to_table(self, grads: Tensor, table: Tensor) -> None:
+        """The adjoint of :meth:`bias`: add gradients (heads, queries, keys) to the entries of a table."""
+        table.index_add_(1, _entries(self, table.device), grads.flatten(1))
 
 
-class ChunkClass:
-    """A class of chunks: ``rows.length``×``columns.length`` queries each, and G global keys and the pieces' keys."""
+class PieceSlice(NamedTuple):
+    """The keys of a chunk in one piece: which rows of keys they are among, from where, and how many."""
 
-    def __init__(self, rows: AxisClass, columns: AxisClass, global_tokens: int, window: int) -> None:
-        self.rows, self.columns, self.window = rows, columns, window
-        self.query_count, self.key_count = rows.length * columns.length, global_tokens
-        self.pieces: list[Piece] = []
-        for row, column in zip(rows.keys, columns.keys, strict=True):
-            count = len(row.counts) * len(column.counts)
-            if count:
-                self.pieces.append(Piece(row, column, slice(self.key_count, self.key_count + count)))
-                self.key_count += count
+    rows: int
+    start: int
+    size: int
 
-    def tiles(self, batch: int, per_chunk: int, budget: int) -> Iterator[tuple[slice, slice]]:
-        """Ranges of images and of chunk rows, as many as a ``budget`` of elements holds."""
-        per_row = self.columns.chunks * per_chunk
-        rows = max(1, min(self.rows.chunks, budget // per_row))
-        images = max(1, min(batch, budget // (per_row * rows))) if rows == self.rows.chunks else 1
-        for image in range(0, batch, images):
-            for row in range(0, self.rows.chunks, rows):
-                yield slice(image, min(batch, image + images)), slice(row, min(self.rows.chunks, row + rows))
 
-    def queries(self, image: Tensor, images: slice, rows: slice) -> Tensor:
-        """The queries of a tile in a map (B, height, width, heads, dim), as a view (b, r, c, heads, y, x, dim)."""
-        count, tall, wide = rows.stop - rows.start, self.rows.length, self.columns.length
-        top, left = self.rows.start + rows.start * self.window, self.columns.start
-        part = image[images, top : top + count * tall, left : left + self.columns.chunks * wide]
-        return part.unflatten(2, (-1, wide)).unflatten(1, (count, tall)).permute(0, 1, 3, 5, 2, 4, 6)
+class RowClass(NamedTuple):
+    """Rows of chunks with the same class, and the classes of their columns from left to right."""
 
-    def gather(self, image: Tensor, images: slice, rows: slice, into: Tensor) -> None:
-        """The local keys of a tile from a key map into their places in (b, r, c, heads, keys, dim)."""
-        for piece in self.pieces:
-            part = self._rectangle(image, piece, images, rows)
-            tall, wide = len(piece.rows.counts), len(piece.columns.counts)
-            windows = part.unfold(1, tall, self.window).unfold(2, wide, self.window)
-            into[..., piece.keys, :].unflatten(4, (tall, wide)).copy_(windows.permute(0, 1, 2, 3, 5, 6, 4))
+    rows: AxisClass
+    chunks: tuple[ChunkClass, ...]
 
-    def scatter(self, grads: Tensor, images: slice, rows: slice, image: Tensor) -> None:
-        """Add key gradients (b, r, c, heads, keys, dim) to a key map: the adjoint of :meth:`gather`.
+    def key_rows(self) -> list[tuple[int, int]]:
+        """Start and number of the rows of keys that the first row of chunks sees, for each piece that has its own."""
+        return list(dict.fromkeys((keys.start, len(keys.counts)) for keys in self.rows.keys))
 
-        Rectangles of neighbouring chunks overlap, but their blocks don't: one addition per block serves all chunks.
-        """
-        count = rows.stop - rows.start
-        for piece in self.pieces:
-            part = self._rectangle(image, piece, images, rows)
-            tall, wide = len(piece.rows.counts), len(piece.columns.counts)
-            windows = grads[..., piece.keys, :].unflatten(4, (tall, wide)).permute(0, 1, 4, 2, 5, 3, 6)
-            for top, height in _steps(tall, count, self.window):
-                for left, width in _steps(wide, self.columns.chunks, self.window):
-                    block = part[:, top : top + count * height, left : left + self.columns.chunks * width]
-                    block = block.unflatten(2, (-1, width)).unflatten(1, (count, height))
-                    block.add_(windows[:, :, top : top + height, :, left : left + width])
+    def slices(self) -> Iterator[tuple[int, list[PieceSlice]]]:
+        """The class and the keys of each chunk from left to right, among the tokens of all columns."""
+        key_rows = self.key_rows()
+        for index, chunks in enumerate(self.chunks):
+            for shift in range(0, chunks.columns.chunks * chunks.spec.window, chunks.spec.window):
+                pieces = []
+                for (rows, columns), size in zip(chunks.pieces(), chunks.key_counts(), strict=True):
+                    tall = len(rows.counts)
+                    start = (columns.start + shift) * tall
+                    pieces.append(PieceSlice(key_rows.index((rows.start, tall)), start, size))
+                yield index, pieces
 
-    def _rectangle(self, image: Tensor, piece: Piece, images: slice, rows: slice) -> Tensor:
-        """The part of a key map that the chunks of a tile reach in one piece."""
-        top, left = piece.rows.start + rows.start * self.window, piece.columns.start
-        bottom = top + (rows.stop - rows.start - 1) * self.window + len(piece.rows.counts)
-        right = left + (self.columns.chunks - 1) * self.window + len(piece.columns.counts)
-        return image[images, top:bottom, left:right]
 
-    def offsets(self, piece: Piece, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Offsets query − key along rows (y, keys) and along columns (x, keys)."""
-        row, column = (
-            torch.arange(axis.length, device=device)[:, None]
-            - torch.arange(keys.offset, keys.offset + len(keys.counts), device=device)
-            for axis, keys in ((self.rows, piece.rows), (self.columns, piece.columns))
+def _padded(keys: int) -> int:
+    return -(-keys // KEY_MULTIPLE) * KEY_MULTIPLE
+
+
+def entry_table(bias: Tensor | None, heads: int, window: int, like: Tensor) -> Tensor:
+    """Biases of all offsets and, last, −∞ for keys that do not count: (heads, (4w-1)² + 1) of the type of ``like``."""
+    table = like.new_zeros(heads, (4 * window - 1) ** 2 + 1)
+    if bias is not None:
+        table[:, :-1] = bias.flatten(1)
+    table[:, -1] = float("-inf")
+    return table
+
+
+@lru_cache(maxsize=64)
+def _entries(chunks: ChunkClass, device: torch.device) -> Tensor:
+    """The entry of the table for each query and key of a chunk, flat."""
+    window, side = chunks.spec.window, 4 * chunks.spec.window - 1
+    parts = []
+    for piece in chunks.pieces():
+        (rows, rows_seen), (columns, columns_seen) = (
+            _axis_offsets(axis.length, keys, chunks.spec, device)
+            for axis, keys in zip((chunks.rows, chunks.columns), piece, strict=True)
         )
-        return row, column
-
-    def bias(
-        self, table: Tensor | None, global_bias: Tensor | None, spec: LocalSpec, heads: int, like: Tensor
-    ) -> Tensor | None:
-        """What is added to the scores of each chunk, (heads, queries, keys) of the type of ``like``, if anything."""
-        holes = any(not all(piece.rows.counts + piece.columns.counts) for piece in self.pieces)
-        if table is None and global_bias is None and spec.rule != "exact" and not holes:
-            return None
-        total = like.new_zeros(heads, self.query_count, self.key_count)
-        if global_bias is not None:
-            total[..., : global_bias.shape[1]] = global_bias[:, None]
-        for piece in self.pieces:
-            rows, columns = self.offsets(piece, like.device)
-            part = total[..., piece.keys]
-            if table is not None:
-                part.copy_(table_lookup(table, rows, columns).transpose(2, 3).flatten(3).flatten(1, 2))
-            if spec.rule == "exact" or holes:
-                seen = (
-                    _axis_seen(rows, piece.rows, spec)[:, None, :, None]
-                    & _axis_seen(columns, piece.columns, spec)[:, None]
-                )
-                part.masked_fill_(~seen.flatten(2).flatten(0, 1), float("-inf"))
-        return total
+        entries = (rows[:, None] + 2 * window - 1) * side + columns[:, None, :, None] + 2 * window - 1
+        seen = rows_seen[:, None] & columns_seen[:, None, :, None]
+        part = entries.masked_fill(~seen, side * side).flatten(2).flatten(0, 1)
+        parts.append(F.pad(part, (0, -part.shape[1] % KEY_MULTIPLE), value=side * side))
+    return torch.cat(parts, 1).flatten()
 
 
-def _axis_seen(offsets: Tensor, keys: KeyRange, spec: LocalSpec) -> Tensor:
-    counts = torch.tensor(keys.counts, device=offsets.device).expand(offsets.shape)
-    return counts & (offsets.abs() <= spec.window) if spec.rule == "exact" else counts
+def _axis_offsets(queries: int, keys: KeyRange, spec: LocalSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Along one axis: the offsets query − key, and which of the keys each query sees, both (queries, keys)."""
+    positions = torch.arange(keys.offset, keys.offset + len(keys.counts), device=device)
+    offsets = torch.arange(queries, device=device)[:, None] - positions
+    counts = torch.tensor(keys.counts, dtype=torch.bool, device=device).expand(offsets.shape)
+    return offsets, counts & (offsets.abs() <= spec.window) if spec.rule == "exact" else counts
 
 
-def _steps(length: int, chunks: int, window: int) -> list[tuple[int, int]]:
-    """Start and size of the blocks of a key range: all of it for one chunk, else block by block."""
-    return [(0, length)] if chunks == 1 else [(start, window) for start in range(0, length, window)]
-
-
-def map_classes(spec: LocalSpec, neighbour: Tensor | None, global_tokens: int) -> list[ChunkClass]:
+def map_classes(spec: LocalSpec, neighbour: Tensor | None) -> list[RowClass]:
     """The classes that make up the map."""
     reach: tuple[tuple[tuple[int, int], ...], ...] = (((-1, 1),),) * 2
     if spec.neighbours != "all":
@@ -160,7 +150,7 @@ def map_classes(spec: LocalSpec, neighbour: Tensor | None, global_tokens: int) -
     rows, columns = (
         _axis_classes(length, spec.window, spec.rule, pieces) for length, pieces in zip(spec.grid, reach, strict=True)
     )
-    return [ChunkClass(row, column, global_tokens, spec.window) for row in rows for column in columns]
+    return [RowClass(row, tuple(ChunkClass(row, column, spec) for column in columns)) for row in rows]
 
 
 @lru_cache(maxsize=256)
