@@ -78,9 +78,9 @@ struct AxisTiles {
 struct MapTiles {
     AxisTiles rows, columns;
 
-    static constexpr Index SMALLEST = 8, LARGEST = 32, WANTED = 32;
+    static constexpr Index SMALLEST = 16, LARGEST = 32, WANTED = 32;
 
-    // Tiles of 8 to 32 chunks, small where there would be too few of them to share out; two rows high, which is enough
+    // Tiles of 16 to 32 chunks, small where there would be too few of them to share out; two rows high, which is enough
     // for two colours, and wide, because neighbours along a row share packed keys.
     static MapTiles of(const Problem& problem, Index entries) {
         const Index rows = ceiling(problem.height, problem.window), columns = ceiling(problem.width, problem.window);

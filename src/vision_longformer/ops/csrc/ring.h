@@ -72,7 +72,7 @@ class KeyRing {
 // Passes of as many heads as have their packed keys, in `arrays` copies, in a cache that is shared by few threads.
 template <class T>
 HeadPasses head_passes(const Problem& problem, Index arrays) {
-    constexpr Index CACHE_BYTES = 1 << 20;
+    constexpr Index CACHE_BYTES = 2 << 20;
     ChunkPlan<T> plan;
     plan.problem = &problem;
     const Index keys = 3 * plan.largest_group_vectors() * LANES<T>;
