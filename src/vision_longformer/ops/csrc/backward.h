@@ -25,7 +25,9 @@ class Backward {
    public:
     using T = Arithmetic<S>;
 
-    static HeadPasses passes(const Problem& problem) { return head_passes<T>(problem, BackwardCore<T>::ARRAYS); }
+    static HeadPasses passes(const Problem& problem) {
+        return head_passes<T>(problem, BackwardCore<T>::ARRAYS, MapTiles::least_passes(problem));
+    }
 
     void allocate(const Problem& problem, const SharedGradients<T>& shared, Arena& arena) {
         problem_ = &problem;

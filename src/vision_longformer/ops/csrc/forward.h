@@ -11,7 +11,7 @@ class Forward {
    public:
     using T = Arithmetic<S>;
 
-    static HeadPasses passes(const Problem& problem) { return head_passes<T>(problem, ForwardCore<T>::ARRAYS); }
+    static HeadPasses passes(const Problem& problem) { return head_passes<T>(problem, ForwardCore<T>::ARRAYS, 1); }
 
     void allocate(const Problem& problem, Arena& arena) {
         problem_ = &problem;

@@ -78,7 +78,7 @@ struct AxisTiles {
 struct MapTiles {
     AxisTiles rows, columns;
 
-    static constexpr Index SMALLEST = 16, LARGEST = 32, WANTED = 32;
+    static constexpr Index SMALLEST = 16, LARGEST = 32, WANTED = 32, FEWEST = 16;
 
     // Tiles of 16 to 32 chunks, small where there would be too few of them to share out; two rows high, which is enough
     // for two colours, and wide, because neighbours along a row share packed keys.
@@ -90,6 +90,12 @@ struct MapTiles {
         return {AxisTiles(rows, 2, cyclic), AxisTiles(columns, area / 2, cyclic)};
     }
     Index count() const { return rows.count * columns.count; }
+
+    // Of heads, where tiles of the smallest size would be too few.
+    static Index least_passes(const Problem& problem) {
+        const Index chunks = ceiling(problem.height, problem.window) * ceiling(problem.width, problem.window);
+        return ceiling(FEWEST, maximum(1, problem.batch * chunks / SMALLEST));
+    }
 };
 
 }  // namespace VL_LEVEL
