@@ -26,7 +26,7 @@ class Backward {
     using T = Arithmetic<S>;
 
     static HeadPasses passes(const Problem& problem) {
-        return head_passes<T>(problem, BackwardCore<T>::ARRAYS, MapTiles::least_passes(problem));
+        return head_passes<T>(problem, BackwardCore<T>::ARRAYS, MapTiles::of(problem).least_passes(problem.batch));
     }
 
     void allocate(const Problem& problem, const SharedGradients<T>& shared, Arena& arena) {

@@ -78,24 +78,18 @@ struct AxisTiles {
 struct MapTiles {
     AxisTiles rows, columns;
 
-    static constexpr Index SMALLEST = 16, LARGEST = 32, WANTED = 32, FEWEST = 16;
+    // Two rows high, which is enough for two colours, and wide, because neighbours along a row share packed keys.
+    static constexpr Index TALL = 2, WIDE = 8, FEWEST = 16;
 
-    // Tiles of 16 to 32 chunks, small where there would be too few of them to share out; two rows high, which is enough
-    // for two colours, and wide, because neighbours along a row share packed keys.
-    static MapTiles of(const Problem& problem, Index entries) {
-        const Index rows = ceiling(problem.height, problem.window), columns = ceiling(problem.width, problem.window);
-        const Index work = entries * rows * columns;
-        const Index area = minimum(LARGEST, maximum(SMALLEST, work / WANTED));
+    static MapTiles of(const Problem& problem) {
         const bool cyclic = problem.rule == RULE_CYCLIC || problem.rule == RULE_CYCLIC_RELEASE;
-        return {AxisTiles(rows, 2, cyclic), AxisTiles(columns, area / 2, cyclic)};
+        return {AxisTiles(ceiling(problem.height, problem.window), TALL, cyclic),
+                AxisTiles(ceiling(problem.width, problem.window), WIDE, cyclic)};
     }
     Index count() const { return rows.count * columns.count; }
 
-    // Of heads, where tiles of the smallest size would be too few.
-    static Index least_passes(const Problem& problem) {
-        const Index chunks = ceiling(problem.height, problem.window) * ceiling(problem.width, problem.window);
-        return ceiling(FEWEST, maximum(1, problem.batch * chunks / SMALLEST));
-    }
+    // So many passes of heads there should be for threads to share at least the fewest tiles.
+    Index least_passes(Index batch) const { return ceiling(FEWEST, maximum(1, batch * count())); }
 };
 
 }  // namespace VL_LEVEL

@@ -75,7 +75,7 @@ static bool run_backward(const Problem& problem) {
     using T = Arithmetic<S>;
     const HeadPasses passes = Backward<S>::passes(problem);
     const Index entries = problem.batch * passes.count;
-    const MapTiles tiles = MapTiles::of(problem, entries);
+    const MapTiles tiles = MapTiles::of(problem);
     const Index table_size = problem.grad_bias ? problem.bias_side() * problem.bias_side() : 0;
     SharedGradients<T> shared{nullptr, problem.global_tokens, problem.dim, table_size};
     const Index shared_units = problem.batch * problem.heads * tiles.count();
