@@ -65,7 +65,7 @@ struct ChunkPlan {
         rows = axis_blocks(chunk_row, problem->height, *problem);
         columns = axis_blocks(chunk_column, problem->width, *problem);
         queries = list_queries(columns, query_token);
-        const Index new_kind = 4 * rows.kind + columns.kind;
+        const Index new_kind = AXIS_KINDS * rows.kind + columns.kind;
         if (new_kind == kind) return;
         kind = new_kind;
         list_offsets();
