@@ -97,14 +97,23 @@ def test_data_types(dtype: torch.dtype, rule: str) -> None:
 @pytest.mark.usefixtures("_level")
 @pytest.mark.parametrize("rule", ["chunk", "exact"])
 def test_window_too_large_for_the_bias_cache(rule: str) -> None:
-    check(Case((22, 35), 12, rule, batch=1))
-    check(Case((22, 35), 12, rule, batch=1, heads=1, global_bias=False), torch.float32)
+    check(Case((40, 38), 18, rule, batch=1))
+    check(Case((40, 38), 18, rule, batch=1, heads=1, global_bias=False), torch.float32)
 
 
 @pytest.mark.usefixtures("_level")
 def test_many_tiles() -> None:
     check(Case((41, 43), 2, "cyclic", batch=1, heads=1))
     check(Case((41, 43), 2, "chunk", batch=1, heads=1, global_tokens=40))
+
+
+@pytest.mark.usefixtures("_level")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("grid", [(34, 34), (17, 33)])
+def test_heads_together(grid: tuple[int, int], rule: str) -> None:
+    """Maps of so many tiles that backward works on heads together: all five, or in passes of one and two."""
+    check(Case(grid, 2, rule, batch=1, heads=5))
+    check(Case(grid, 2, rule, neighbours=8, batch=1, heads=5, global_tokens=9), torch.float32)
 
 
 @pytest.mark.usefixtures("_level")

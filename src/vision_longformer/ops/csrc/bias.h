@@ -33,13 +33,17 @@ class Bias {
         problem_ = &problem;
         first_head_ = row_kind_ = -1;
         kinds_ = heads * AXIS_KINDS;
-        slot_ = plan.largest_queries() * plan.largest_panels() * PANEL<T>;
-        cached = kinds_ * slot_ * Index(sizeof(T)) <= LARGEST_CACHE_BYTES;
+        slot_ = slot_size(plan);
+        cached = heads <= most_heads_cached(plan);
         tables_ = arena.take<T>(heads * problem.bias_side() * problem.bias_side());
         globals_ = arena.take<T>(heads * problem.global_tokens);
         valid_ = arena.take<bool>(kinds_);
         expanded_ = arena.take<T>(cached ? kinds_ * slot_ : 0);
         gradients_ = arena.take<T>(cached && gradients ? kinds_ * slot_ : 0);
+    }
+
+    static Index most_heads_cached(const ChunkPlan<T>& plan) {
+        return LARGEST_CACHE_BYTES / (AXIS_KINDS * slot_size(plan) * Index(sizeof(T)));
     }
 
     // Bias of some panels and queries of the plan's chunk; element (0, 0) of the result is (first panel, first query).
@@ -105,6 +109,9 @@ class Bias {
     bool* valid_;
     Index first_head_, row_kind_, kinds_, slot_;
 
+    static Index slot_size(const ChunkPlan<T>& plan) {
+        return plan.largest_queries() * plan.largest_panels() * PANEL<T>;
+    }
     static Index kind_of(const ChunkPlan<T>& plan, Index head) { return head * AXIS_KINDS + plan.columns.kind; }
     T* table_of(Index head) const { return tables_ + head * problem_->bias_side() * problem_->bias_side(); }
 

@@ -42,6 +42,20 @@ VL_INLINE void each_block(const ChunkPlan<T>& plan, Index largest, Body body) {
                        (group + 1) * plan.tiles / groups});
 }
 
+// At least so many passes, of as many heads as have their packed keys, in `arrays` copies, in a cache shared by few
+// threads, and their expanded bias kept.
+template <class T>
+HeadPasses head_passes(const Problem& problem, Index arrays, Index least) {
+    constexpr Index CACHE_BYTES = 2 << 20;
+    ChunkPlan<T> plan;
+    plan.problem = &problem;
+    const Index keys = plan.largest_panels() * PANEL<T>;
+    const Index bytes = arrays * keys * round_up(problem.dim, PANEL<T>) * Index(sizeof(T));
+    const Index most_cached = minimum(CACHE_BYTES / bytes, Bias<T>::most_heads_cached(plan));
+    const Index most_heads = minimum(most_cached, problem.heads / least);
+    return {problem.heads, ceiling(problem.heads, maximum(1, most_heads))};
+}
+
 // The keys or values of one batch entry, from a head on.
 template <class S>
 KeySource<S> key_source(const Problem& problem, const void* tensor, const Strides& strides, Index batch, Index head,

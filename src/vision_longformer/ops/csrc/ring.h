@@ -69,19 +69,6 @@ class KeyRing {
     }
 };
 
-// At least so many passes, of as many heads as have their packed keys, in `arrays` copies, in a cache shared by few
-// threads.
-template <class T>
-HeadPasses head_passes(const Problem& problem, Index arrays, Index least) {
-    constexpr Index CACHE_BYTES = 2 << 20;
-    ChunkPlan<T> plan;
-    plan.problem = &problem;
-    const Index keys = 3 * plan.largest_group_vectors() * LANES<T>;
-    const Index bytes = arrays * keys * round_up(problem.dim, PANEL<T>) * Index(sizeof(T));
-    const Index most_heads = maximum(1, minimum(CACHE_BYTES / bytes, problem.heads / least));
-    return {problem.heads, ceiling(problem.heads, most_heads)};
-}
-
 // The keys and queries that come with the next chunk of a row; for prefetching.
 template <class T>
 struct NextChunk {
