@@ -11,7 +11,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-FOLDER = Path("src/vision_longformer/ops/csrc")
+FOLDER = Path("src/vision_longformer/ops/cpu/csrc")
 FLAGS = ["-std=gnu++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 LEVELS: dict[str, list[str]] = {"portable": []}
@@ -54,5 +54,5 @@ class BuildKernel(build_ext):
 
 sources = [str(FOLDER / name) for name in ("kernel.cpp", "dispatch.cpp")]
 headers = [str(path) for path in sorted(FOLDER.glob("*.h"))]
-kernel = Extension("vision_longformer.ops._fused_cpu", sources, depends=headers, language="c++", optional=True)
+kernel = Extension("vision_longformer.ops.cpu._fused_cpu", sources, depends=headers, language="c++", optional=True)
 setup(ext_modules=[kernel], cmdclass={"build_ext": BuildKernel})

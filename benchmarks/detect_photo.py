@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from large_photo import peak_gigabytes
 
-from vision_longformer.analysis.bench.fresh import Nursery
-from vision_longformer.classification.images import decode_image
+from vision_longformer.bench.fork_server import Nursery
+from vision_longformer.data.images import decode_image
 from vision_longformer.detection import mask_rcnn
-from vision_longformer.detection.transforms import image_tensor
+from vision_longformer.detection.dataset import image_tensor
 
 BACKBONES = ("vision_longformer_small", "swin_tiny_patch4_window7_224")
 CLASSES = 80

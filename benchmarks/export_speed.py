@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from vision_longformer import create_model
+from vision_longformer.classification.export import export_model
 from vision_longformer.cli.output import print_table, progress
-from vision_longformer.export import export_model, load_exported
+from vision_longformer.export import load_exported
 
 MODEL = "vision_longformer_tiny"
 

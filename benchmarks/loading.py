@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 
 from vision_longformer import VisionLongformer
-from vision_longformer.classification.data import train_data
+from vision_longformer.classification.dataset import train_data
 from vision_longformer.classification.recipe import ClassificationRecipe
-from vision_longformer.classification.train import CLASSIFICATION
+from vision_longformer.classification.task import CLASSIFICATION
 
 SIZE = (500, 375)
 

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from vision_longformer import StageConfig, model_config
-from vision_longformer.analysis import paper_macs
-from vision_longformer.config import Longformer
+from vision_longformer.costs import paper_macs
 from vision_longformer.geometry import Grid
+from vision_longformer.models.config import Longformer
 
 MODEL = "vision_longformer_small"
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vision_longformer.analysis import executed_macs
-from vision_longformer.analysis.detection_macs import executed_detector_macs
-from vision_longformer.classification.train import CLASSIFICATION
-from vision_longformer.detection.train import DETECTION
-from vision_longformer.zoo import model_config
+from vision_longformer.classification.task import CLASSIFICATION
+from vision_longformer.costs import executed_macs
+from vision_longformer.costs.detection import executed_detector_macs
+from vision_longformer.detection.task import DETECTION
+from vision_longformer.models.zoo import model_config
 
 UTILISATION = 0.1
 HARDWARE = {"8 V100": 8 * 125e12, "8 A100": 8 * 312e12, "64 A100": 64 * 312e12, "8 H100": 8 * 989e12}

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vision_longformer.classification import evaluate, predict, train
+from vision_longformer.classification import evaluate, predict
+from vision_longformer.classification import task as train
 
 
 def main() -> None:

@@ -7,11 +7,8 @@ import itertools
 import pytest
 import torch
 
-from vision_longformer.geometry import (
-    BLOCKS,
-    RULES,
-    SELF_BLOCK,
-    Grid,
+from vision_longformer.geometry import BLOCKS, RULES, SELF_BLOCK, Grid
+from vision_longformer.ops.chunks import (
     axis_blocks,
     axis_window,
     block_offsets,

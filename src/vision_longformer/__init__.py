@@ -1,12 +1,12 @@
 """Multi-Scale Vision Longformer: a vision backbone with linear cost for high-resolution images."""
 
 from .checkpoint import adapt_model, load, load_release, save
-from .config import ModelConfig, StageConfig
 from .geometry import Grid
-from .model import VisionLongformer
+from .models import VisionLongformer
+from .models.config import ModelConfig, StageConfig
+from .models.timm_registry import create_model
+from .models.zoo import MODELS, model_config
 from .ops import local_attention
-from .timm_models import create_model
-from .zoo import MODELS, model_config
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,6 @@
 """Weights in and out: our own files, the authors' released ones, and other sizes."""
 
-from .adapt import AdaptReport, adapt_model
+from ..models.adapt import AdaptReport, adapt_model
 from .native import load, load_info, save
 from .release import load_release
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import ModelConfig, size_pair
 from ..errors import CheckpointError
-from ..model import VisionLongformer
-from .adapt import adapt_state
-from .arch_string import stages_of
-from .release_names import ReleaseNames, model_names
+from ..models import VisionLongformer
+from ..models.adapt import adapt_state
+from ..models.config import ModelConfig, size_pair
+from .release_names import ReleaseNames, model_names, stages_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..model import VisionLongformer
-from ..training.schedules import learning_rate
-from .data import class_names, train_data
+from ..models import VisionLongformer
+from ..training.optimizer import learning_rate
+from .dataset import class_names, train_data
 from .preprocessing import preprocessing
 from .recipe import ClassificationRecipe
 

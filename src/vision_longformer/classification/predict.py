@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from ..data.images import decode_image, image_files
 from ..errors import check_at_least
-from .classifier import open_classifier
-from .images import decode_image
+from .model import open_classifier
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,3 @@ def predict(
         labels = tuple(preprocessing.classes[index] for index in best.indices[:top].tolist())
         predictions.append(Prediction(str(file), labels, tuple(best.values[:top].tolist())))
     return predictions
-
-
-def image_files(images: Sequence[str | Path]) -> list[Path]:
-    """The files that are meant: those given, and of folders the images inside, in order of their names."""
-    files: list[Path] = []
-    for path in map(Path, images):
-        if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMG_EXTENSIONS)
-            if not inside:
-                raise ValueError(f"the folder {path} has no images in it ({', '.join(IMG_EXTENSIONS)})")
-            files += inside
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise FileNotFoundError(f"there is no image {path}")
-    return files

@@ -12,8 +12,8 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transf
 from torch import Tensor
 from torchvision.transforms import Compose
 
-from ..config import ModelConfig, size_pair
 from ..errors import CheckpointError
+from ..models.config import ModelConfig, size_pair
 from .recipe import ClassificationRecipe
 
 CROP_PCT = 0.875

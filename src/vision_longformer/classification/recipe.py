@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import ModelConfig
 from ..errors import check_at_least, check_choice, check_fraction
-from ..training.settings import BackboneSettings
-from ..zoo import model_config
+from ..models.config import ModelConfig
+from ..models.zoo import model_config
+from ..training.recipe import BackboneSettings
 
 CROPS = ("random_resized", "random", "pad", "none")
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "random")

@@ -1,7 +1,11 @@
-"""Classification as the training loop sees it: batches, mixing, the loss, evaluation, the saved classifier."""
+"""Classification as the training loop sees it: batches, mixing, the loss, evaluation, the saved classifier.
+
+Training a classifier: from a recipe to a run directory with checkpoints, metrics and pictures.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -14,14 +18,18 @@ from timm.data import Mixup
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from ..checkpoint import save
-from ..model import VisionLongformer
-from ..training.randomness import derive, seeded
-from ..training.task import Tell
-from .data import EvalData, TrainData
-from .evaluate import AUTOCAST, evaluate_model
-from .metrics import Result
-from .preprocessing import Preprocessing
+from ..checkpoint import load, save
+from ..data.order import Process
+from ..data.randomness import derive, seeded
+from ..models import VisionLongformer
+from ..training.backbone_schedule import paper_redraw
+from ..training.run import Kind, Trained
+from ..training.task import Observer, Tell
+from .dataset import EvalData, TrainData, class_names, eval_data, train_data
+from .evaluate import AUTOCAST, Result, evaluate_model
+from .model import initial_model
+from .pictures import draw_confusion, draw_predictions
+from .preprocessing import Preprocessing, preprocessing
 from .recipe import ClassificationRecipe
 
 PICTURED = 40
@@ -104,3 +112,57 @@ def _mixing(recipe: ClassificationRecipe, classes: int) -> Mixup | None:
         label_smoothing=recipe.smoothing,
         num_classes=classes,
     )
+
+
+logger = logging.getLogger(__name__)
+
+
+def train(
+    recipe: str | ClassificationRecipe = "quickstart",
+    *,
+    output: str | Path | None = None,
+    observer: Observer | None = None,
+    **changes: Any,
+) -> Trained:
+    """Train as a recipe says, in a new run directory (``runs/NAME-1`` or the next free number).
+
+    Args:
+        recipe: name of a shipped one, a .yaml file, or the settings themselves.
+        output: the run directory; it must not hold anything yet.
+        observer: is told how it goes.
+        changes: settings other than the recipe's, as in ``train("cifar10", epochs=5)``.
+    """
+    return CLASSIFICATION.train(recipe, output, observer, **changes)
+
+
+def resume(run: str | Path, *, observer: Observer | None = None) -> Trained:
+    """Go on with an interrupted run from its last checkpoint, as if it had not been interrupted."""
+    return CLASSIFICATION.resume(run, observer)
+
+
+def _task(recipe: ClassificationRecipe, accelerator: Accelerator) -> ClassificationTask:
+    process = Process(accelerator.process_index, accelerator.num_processes)
+    classes = class_names(recipe)
+    model, report = initial_model(recipe, classes)
+    if report:
+        logger.info("%s", report)
+    model.set_grad_checkpointing(recipe.grad_checkpointing)
+    prepare = preprocessing(recipe, model.config, classes)
+    data = train_data(recipe, model.config, prepare, process), eval_data(recipe, prepare, process)
+    return ClassificationTask(recipe, model, *data, prepare, accelerator)
+
+
+def _draw(task: ClassificationTask, folder: Path) -> None:
+    """The confusion matrix of the evaluation just made and a page of predictions."""
+    classes = task.preprocessing.classes
+    if task.result is not None and task.result.confusion is not None:
+        draw_confusion(task.result.confusion, classes, folder / "confusion.png", overwrite=True)
+    images, labels = task.some_images
+    with torch.no_grad():
+        likely = load(folder / "best.safetensors")(images).softmax(1).max(1)
+    shown = task.preprocessing.denormalise(images)
+    path = folder / "predictions.png"
+    draw_predictions(shown, labels, likely.indices, likely.values, classes, path, overwrite=True)
+
+
+CLASSIFICATION = Kind("classification", ClassificationRecipe, _task, paper_redraw, _draw, ("top1", "top5"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .output import log_lines, millions, print_line
-from .sizes import size_text
+from .output import log_lines, millions, print_line, size_text
 
 
 def convert(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .output import billions, millions, print_json, print_line, print_table
-from .sizes import parse_size, size_text
+from .output import billions, millions, parse_size, print_json, print_line, print_table, size_text
 
 if TYPE_CHECKING:
-    from ..analysis import ModelMacs
+    from ..costs import ModelMacs
 
 
 def cost(model: str, *, size: str | None = None, implementation: str = "auto", json: bool = False) -> None:
@@ -20,8 +19,8 @@ def cost(model: str, *, size: str | None = None, implementation: str = "auto", j
         implementation: how to compute local attention; 'vil doctor' lists the names.
         json: print JSON.
     """
-    from ..analysis import count_parameters, executed_macs, paper_macs
-    from ..zoo import model_config
+    from ..costs import count_parameters, executed_macs, paper_macs
+    from ..models.zoo import model_config
 
     config = model_config(model)
     image = config.img_size if size is None else parse_size(size)

@@ -7,8 +7,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from .output import print_table
-from .sizes import size_text
+from .output import print_table, size_text
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .output import counting, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from ..classification.metrics import Result
+    from ..classification.evaluate import Result
 
 
 def evaluate(
@@ -76,7 +76,7 @@ def evaluate(
 
 
 def _draw(result: Result, path: str) -> Path:
-    from ..classification.metrics import MOST_CONFUSABLE
+    from ..classification.evaluate import MOST_CONFUSABLE
     from ..classification.pictures import draw_confusion
 
     if result.confusion is None:

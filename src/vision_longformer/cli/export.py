@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .output import counting, print_line, print_table
-from .sizes import parse_size, size_text
+from .output import counting, parse_size, print_line, print_table, size_text
 
 if TYPE_CHECKING:
     from ..export import Exported
@@ -37,7 +36,7 @@ def export(
         backbone: the maps of all stages instead of the classes.
         overwrite: replace an existing file.
     """
-    from ..export.checked import check_target
+    from ..export.verify import check_target
 
     path = check_target(output or Path(checkpoint).with_suffix(f".{format}"), format)
     options: dict[str, Any] = {"format": format, "size": None if size is None else parse_size(size)}
@@ -49,10 +48,10 @@ def export(
 def _export(checkpoint: str, path: Path, dynamic: bool, backbone: bool, **options: Any) -> Exported:
     """Read what the checkpoint holds, and export it."""
     from ..checkpoint import load
-    from ..checkpoint.container import DETECTOR, describe
-    from ..classification.classifier import load_classifier
-    from ..export import export_model
-    from ..zoo import MODELS
+    from ..checkpoint.native import DETECTOR, describe
+    from ..classification.export import export_model
+    from ..classification.model import load_classifier
+    from ..models.zoo import MODELS
 
     if checkpoint in MODELS:
         raise ValueError(
@@ -70,8 +69,8 @@ def _export(checkpoint: str, path: Path, dynamic: bool, backbone: bool, **option
 
 
 def _export_detector(checkpoint: str, path: Path, dynamic: bool, backbone: bool, **options: Any) -> Exported:
-    from ..detection.detector import load_named
-    from ..export.detectors import export_detector
+    from ..detection.checkpoint import load_named
+    from ..detection.export import export_detector
 
     if dynamic:
         raise ValueError(f"{checkpoint} is a detector, which is exported for one size; give --size HEIGHTxWIDTH")

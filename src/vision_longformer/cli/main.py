@@ -11,11 +11,11 @@ from typing import NoReturn
 from .bench import bench
 from .convert import convert
 from .cost import cost
-from .detect_check import detect_check
-from .detect_convert import detect_convert
-from .detect_evaluate import detect_evaluate
-from .detect_predict import detect_predict
-from .detect_train import detect_train
+from .detect.check import detect_check
+from .detect.convert import detect_convert
+from .detect.evaluate import detect_evaluate
+from .detect.predict import detect_predict
+from .detect.train import detect_train
 from .doctor import doctor
 from .evaluate import evaluate
 from .explain import explain
@@ -26,8 +26,7 @@ from .parser import Group, parser_message, run_command
 from .predict import predict
 from .quantise import quantise
 from .recipes import detect_recipes, recipes
-from .table_cost import table_cost
-from .table_detection import table_detection
+from .table import table_cost, table_detection
 from .train import train
 
 COMMANDS = Group(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from .output import billions, millions, print_json, print_table, progress
-from .sizes import size_text
+from .output import billions, millions, print_json, print_table, progress, size_text
 
 
 def models(pattern: str = "*", /, *, json: bool = False) -> None:
@@ -17,9 +16,9 @@ def models(pattern: str = "*", /, *, json: bool = False) -> None:
         pattern: only names that match, such as 'vision_longformer*'.
         json: print JSON.
     """
-    from ..analysis import count_parameters, paper_macs
+    from ..costs import count_parameters, paper_macs
     from ..errors import unknown_name
-    from ..zoo import MODELS
+    from ..models.zoo import MODELS
 
     names = [name for name in MODELS if fnmatchcase(name, pattern)]
     if not names:

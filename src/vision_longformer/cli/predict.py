@@ -28,10 +28,9 @@ def predict(
         picture: a folder to write each image into, with its classes beside it, as NAME.png.
         json: as JSON.
     """
-    from ..classification.images import decode_image
     from ..classification.pictures import draw_prediction
-    from ..classification.predict import image_files
     from ..classification.predict import predict as predict_files
+    from ..data.images import decode_image, image_files
 
     files = image_files(images)
     pictures = [] if picture is None else picture_paths(files, Path(picture))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .output import counting, print_line, print_table
 
 if TYPE_CHECKING:
-    from ..export.side_by_side import Comparison
+    from ..classification.export import Comparison
 
 
 def quantise(
@@ -44,7 +44,7 @@ def quantise(
     sizes = f"{_megabytes(Path(model).stat().st_size)} → {_megabytes(path.stat().st_size)} MB"
     print_line(f"wrote {path}: {sizes}, {path.stat().st_size / Path(model).stat().st_size:.0%} of the size")
     if data is not None:
-        from ..export.side_by_side import compare_files
+        from ..classification.export import compare_files
 
         with counting("comparing") as tell:
             found = compare_files(model, path, data, split, batch_size=batch_size, workers=workers, tell=tell)

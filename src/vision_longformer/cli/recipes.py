@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .output import print_json, print_table
 
 if TYPE_CHECKING:
-    from ..training.settings import TrainSettings
+    from ..training.recipe import TrainSettings
 
 
 def recipes(name: str | None = None, /, *, all: bool = False, json: bool = False) -> None:
@@ -41,7 +41,7 @@ def _list_or_show(kind: str, name: str | None, all_settings: bool, json: bool) -
 
 
 def _list(kind: str, json: bool) -> None:
-    from ..training.recipes import recipe_names
+    from ..training.recipe import recipe_names
 
     columns = ("recipe", "model", "data", "about", "steps" if kind == "detection" else "epochs", "batch_size")
     rows = []
@@ -55,7 +55,7 @@ def _list(kind: str, json: bool) -> None:
 
 
 def _show(recipe: TrainSettings, all_settings: bool, json: bool) -> None:
-    from ..training.recipes import to_yaml
+    from ..training.recipe import to_yaml
 
     if json:
         print_json(asdict(recipe))
@@ -65,9 +65,9 @@ def _show(recipe: TrainSettings, all_settings: bool, json: bool) -> None:
 
 def _recipe(kind: str, name: str) -> TrainSettings:
     if kind == "detection":
-        from ..detection.train import DETECTION
+        from ..detection.task import DETECTION
 
         return DETECTION.resolve(name)
-    from ..classification.train import CLASSIFICATION
+    from ..classification.task import CLASSIFICATION
 
     return CLASSIFICATION.resolve(name)

@@ -9,7 +9,7 @@ from .output import print_line, print_table
 from .training import QUICK_START, run_training
 
 if TYPE_CHECKING:
-    from ..training.runs import Trained
+    from ..training.run import Trained
 
 
 def train(
@@ -33,8 +33,8 @@ def train(
         output: the run directory, runs/RECIPE-1 or the next free number by default.
         dry_run: print the resolved settings, the schedule, and what it would take on this machine; train nothing.
     """
-    from ..classification.train import CLASSIFICATION
-    from ..training.recipes import parse_values
+    from ..classification.task import CLASSIFICATION
+    from ..training.recipe import parse_values
 
     changes = parse_values(settings)
     if dry_run:
@@ -56,9 +56,9 @@ def _print_end(trained: Trained) -> None:
 
 def _print_plan(recipe: str, changes: Mapping[str, Any]) -> None:
     from ..classification.estimate import estimate
-    from ..classification.train import CLASSIFICATION
-    from ..training.recipes import to_yaml
-    from .training_progress import duration
+    from ..classification.task import CLASSIFICATION
+    from ..training.recipe import to_yaml
+    from .training import duration
 
     resolved = CLASSIFICATION.resolve(recipe, **changes)
     print_line(to_yaml(resolved).rstrip())

@@ -1,1 +1,1 @@
-"""Data that comes with the package: the built-in subset of Fashion-MNIST (see README.md and its licence here)."""
+"""What every task reads: images, folders, archives and shards; the order of samples; worker processes."""

@@ -2,10 +2,10 @@
 
 from .checkpoint import load_backbone, load_detector, load_detector_info, save_detector
 from .config import DetectorConfig
+from .detectors import build_detector, mask_rcnn, retinanet
 from .evaluate import evaluate
-from .models import build_detector, mask_rcnn, retinanet
 from .release import load_release_detector
-from .train import resume, train
+from .task import resume, train
 
 __all__ = [
     "DetectorConfig",

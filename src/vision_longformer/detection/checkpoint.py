@@ -1,21 +1,27 @@
-"""Detectors in files: weights and configuration in one; and classifiers' weights into their backbones."""
+"""Detectors in files: weights and configuration in one; and classifiers' weights into their backbones.
+
+A detector as it is used after training: a checkpoint's model with the names of what it finds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..checkpoint import AdaptReport, load
-from ..checkpoint.adapt import adapt_state
-from ..checkpoint.container import DETECTOR, read, read_info, write
+from ..checkpoint.native import DETECTOR, read, read_info, write
 from ..errors import CheckpointError
-from ..model import VisionLongformer
+from ..export.runtime import is_exported
+from ..models import VisionLongformer
+from ..models.adapt import adapt_state
 from .backbone import StageMaps
 from .config import DetectorConfig
-from .models import build_detector
+from .dataset import Category
+from .detectors import build_detector
+from .export import load_exported_detector
 
 
 def save_detector(
@@ -77,3 +83,35 @@ def _config(model: nn.Module) -> DetectorConfig:
     if not isinstance(config, DetectorConfig):
         raise ValueError(f"a {type(model).__name__} is no detector of build_detector")
     return config
+
+
+class Detector(NamedTuple):
+    """``named`` says whether the checkpoint knows its categories; otherwise they are called by their numbers."""
+
+    model: nn.Module
+    config: DetectorConfig
+    categories: tuple[Category, ...]
+    named: bool
+
+
+def load_named(checkpoint: str | Path) -> Detector:
+    """The detector of a checkpoint, or of a file exported from one, in evaluation mode."""
+    model: nn.Module
+    if is_exported(checkpoint):
+        model = load_exported_detector(checkpoint)
+        stored = model.metadata.get("categories") if model.metadata.get("named", True) else None
+    else:
+        model = load_detector(checkpoint)
+        stored = load_detector_info(checkpoint).get("categories")
+    config = model.config
+    assert isinstance(config, DetectorConfig)
+    count = config.num_classes
+    if stored is None:
+        return Detector(model, config, tuple(Category(number, str(number)) for number in range(1, count + 1)), False)
+    try:
+        categories = tuple(Category(int(category["id"]), str(category["name"])) for category in stored)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint} names categories without id and name: {stored}") from error
+    if len(categories) != count:
+        raise CheckpointError(f"{checkpoint} names {len(categories)} categories, but its detector tells {count} apart")
+    return Detector(model, config, categories, True)

@@ -9,9 +9,9 @@ from typing import Any
 
 import timm
 
-from ..config import ModelConfig
 from ..errors import check_at_least, check_choice, unknown_name
-from ..zoo import MODELS
+from ..models.config import ModelConfig
+from ..models.zoo import MODELS
 
 KINDS = ("retinanet", "mask_rcnn")
 STAGES = {"retinanet": (2, 3, 4), "mask_rcnn": (1, 2, 3, 4)}

@@ -11,7 +11,7 @@ from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
 from ..files import written_whole
-from .found import Found
+from .detections import Found
 
 COLOURS = (
     (230, 57, 70),

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import check_choice, check_fraction
-from ..training.settings import BackboneSettings
-from ..zoo import MODELS
+from ..models.zoo import MODELS
+from ..training.recipe import BackboneSettings
 from .config import KINDS, DetectorConfig
 
 

@@ -13,11 +13,11 @@ from torchvision.models.detection import MaskRCNN_ResNet50_FPN_Weights
 
 from ..checkpoint.release import read_pth, translate
 from ..checkpoint.release_names import ReleaseNames, Source, model_names
-from ..config import ModelConfig
 from ..errors import CheckpointError
+from ..models.config import ModelConfig
 from .config import DetectorConfig, backbone_config
 from .dataset import Category
-from .models import build_detector
+from .detectors import build_detector
 
 DERIVED = ("pixel_mean", "pixel_std", ".cell_anchors.", "backbone.bottom_up.norm.", "backbone.bottom_up.head.")
 """Parts of names that have no place here: constants, and what is left of the classifier."""

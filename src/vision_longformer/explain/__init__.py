@@ -12,8 +12,7 @@ from .explanation import Explanation, explain
 from .layers import Layer, capture
 from .page import write_page
 from .pictures import draw
-from .rollout import Rollout, rollout
-from .weights import Rows, all_local_rows, global_maps, global_rows, local_rows, token_maps
+from .weights import Rollout, Rows, all_local_rows, global_maps, global_rows, local_rows, rollout, token_maps
 
 __all__ = [
     "Explanation",

@@ -1,4 +1,7 @@
-"""An explanation as one PNG: a row per layer, with what the chosen token attends to, head by head."""
+"""One colour scale for pictures and pages: from transparent over red and orange to a light yellow.
+
+An explanation as one PNG: a row per layer, with what the chosen token attends to, head by head.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from textwrap import shorten
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,11 +19,21 @@ from PIL import Image, ImageEnhance
 from torch import Tensor
 
 from ..classification.pictures import QUIET, check_picture, save_picture
-from .colours import LINE, heat
 from .explanation import Explanation
-from .layers import Layer
-from .strips import Strip
+from .layers import Layer, Strip
 from .weights import global_maps, token_maps
+
+LINE = "#35d6f0"
+"""Outlines of chunks."""
+
+
+def heat() -> np.ndarray:
+    """RGBA as uint8 (256, 4); low weights let the image through."""
+    level = np.linspace(0, 1, 256)
+    colours = matplotlib.colormaps["inferno"](0.25 + 0.73 * level)
+    colours[:, 3] = 0.94 * level**0.6
+    return np.rint(255 * colours).astype(np.uint8)
+
 
 COLUMNS = 9
 """Panels in a row of a picture; further heads go on in the next one."""

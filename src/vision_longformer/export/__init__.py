@@ -1,9 +1,7 @@
 """Models as files that run without this package: ONNX for onnxruntime, and ``torch.export``'s ``.pt2`` for PyTorch."""
 
-from .checked import Exported, export_checked
-from .loaded import SUFFIXES, ExportedModel, is_exported, load_exported
-from .models import export_model
-from .parity import Difference
+from .runtime import SUFFIXES, ExportedModel, is_exported, load_exported
+from .verify import Difference, Exported, export_checked
 
 __all__ = [
     "SUFFIXES",
@@ -11,7 +9,6 @@ __all__ = [
     "Exported",
     "ExportedModel",
     "export_checked",
-    "export_model",
     "is_exported",
     "load_exported",
 ]

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import check_choice
 from ..files import written_whole
-from .loaded import load_exported
-from .metadata import encode
+from .runtime import load_exported
+from .writers import encode
 
 PRECISIONS = ("int8", "bf16")
 

@@ -1,15 +1,198 @@
-"""The model card: what the checkpoint and its run say of the model, and nothing else."""
+"""The ``config.json`` that timm reads: a registered model, what to change of it, and how images are prepared.
+
+What a checkpoint says about its model, as a model card and ``config.json`` want it.
+
+What a run directory says about a checkpoint in it: recipe, software, and the evaluation that belongs to it.
+
+The model card: what the checkpoint and its run say of the model, and nothing else.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import isnan
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .about import About
-from .run_facts import RunFacts
+from ..checkpoint.native import DETECTOR, Description
+from ..costs import count_parameters, paper_macs
+from ..models.config import ModelConfig
+from ..models.timm_registry import data_config
+from ..models.zoo import MODELS
+from ..training.recipe import to_yaml
+from ..training.run_directory import ENVIRONMENT, RECIPE, RunDirectory
+
+
+def timm_config(config: ModelConfig, info: Mapping[str, Any]) -> dict[str, Any]:
+    """For ``timm.create_model("local-dir:FOLDER", pretrained=True)``, once ``vision_longformer`` is imported.
+
+    ``info`` is that of the checkpoint; without preprocessing in it, images are prepared as for ImageNet.
+    """
+    name = nearest_model(config)
+    prepared = dict(info.get("preprocessing", {}))
+    classes = prepared.pop("classes", None)
+    size = prepared.pop("size", config.img_size)
+    pretrained = {**data_config(config), **prepared, "input_size": (config.in_chans, *size)}
+    if config.in_chans != 3:  # what timm knows to fit to other channels are weights for three
+        del pretrained["first_conv"]
+    return {
+        "architecture": name,
+        "num_classes": config.num_classes,
+        "num_features": config.stages[-1].dim,
+        "model_args": model_args(name, config),
+        **({} if classes is None else {"label_names": classes}),
+        "pretrained_cfg": pretrained,
+    }
+
+
+def nearest_model(config: ModelConfig) -> str:
+    """The named model that needs the fewest changes to become ``config``, in its stages first of all."""
+
+    def changes(name: str) -> tuple[int, int]:
+        pairs = zip_longest(MODELS[name].stages, config.stages)
+        return sum(named != own for named, own in pairs), len(model_args(name, config))
+
+    return min(MODELS, key=changes)
+
+
+def model_args(name: str, config: ModelConfig) -> dict[str, Any]:
+    """The fields in which ``config`` differs from a named model, as JSON data; timm has its own for classes."""
+    named = {**MODELS[name].to_dict(), "num_classes": config.num_classes}
+    return {field: value for field, value in config.to_dict().items() if value != named[field]}
+
+
+@dataclass(frozen=True)
+class About:
+    """A model in words: ``task`` as the hub calls it, ``facts`` as rows of a table, ``use`` as code by language."""
+
+    task: str
+    summary: str
+    facts: dict[str, str]
+    labels: tuple[str, ...]
+    use: dict[str, str]
+    config: dict[str, Any]
+
+
+def about(description: Description) -> About:
+    """The model of a classifier's or a detector's file."""
+    of = _about_detector if description.format == DETECTOR else _about_classifier
+    return of(description.config, description.info)
+
+
+def _about_classifier(data: Mapping[str, Any], info: Mapping[str, Any]) -> About:
+    config = ModelConfig.from_dict(data)
+    plain = timm_config(config, info)
+    prepared = plain["pretrained_cfg"]
+    changed = ", ".join(plain["model_args"])
+    facts = {
+        "architecture": plain["architecture"] + (f", with its own {changed}" if changed else ""),
+        "parameters": f"{count_parameters(config).trainable / 1e6:.2f} M",
+        f"multiply-accumulates of an image of {_by(config.img_size)}": f"{paper_macs(config).total / 1e6:,.1f} M",
+        "input": f"{config.in_chans} × {_by(prepared['input_size'][1:])}",
+        "mean, standard deviation": f"{_numbers(prepared['mean'])}; {_numbers(prepared['std'])}",
+        "resizing": f"{prepared['interpolation']}, then the centre {prepared['crop_pct']:.1%} of the shorter side",
+    }
+    use = {
+        "bash": "vil predict FOLDER IMAGE\nvil evaluate FOLDER --data DATA",
+        "python": (
+            "import timm\n"
+            "from vision_longformer.hub import from_pretrained  # makes timm know our models, too\n\n"
+            'model = from_pretrained("FOLDER")\n'
+            'same = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or "hf-hub:OWNER/NAME"'
+        ),
+    }
+    if not config.num_classes:
+        del use["bash"]
+        return About("image-feature-extraction", "A Vision Longformer without a head.", facts, (), use, plain)
+    summary = f"A Vision Longformer that tells {config.num_classes} classes of images apart."
+    labels = tuple(plain.get("label_names", ()))
+    return About("image-classification", summary, facts, labels, use, plain)
+
+
+def _about_detector(data: Mapping[str, Any], info: Mapping[str, Any]) -> About:
+    from ..detection import DetectorConfig, build_detector
+
+    config = DetectorConfig.from_dict(data)
+    labels = tuple(str(category["name"]) for category in info.get("categories", ()))
+    name, finds = {"retinanet": ("RetinaNet", "boxes"), "mask_rcnn": ("Mask R-CNN", "boxes and masks")}[config.kind]
+    parameters = sum(parameter.numel() for parameter in build_detector(config).parameters())
+    facts = {
+        "backbone": config.backbone,
+        "parameters": f"{parameters / 1e6:.2f} M",
+        "input": f"shorter side {config.min_size[-1]}, longer side at most {config.max_size}",
+    }
+    use = {
+        "bash": "vil detect predict FOLDER IMAGE",
+        "python": 'from vision_longformer.hub import from_pretrained\n\nmodel = from_pretrained("FOLDER")',
+    }
+    summary = f"A {name} on a Vision Longformer that finds {config.num_classes} kinds of objects, with {finds}."
+    plain = {"detector": config.to_dict(), "label_names": labels}
+    return About("object-detection", summary, facts, labels, use, plain)
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]}×{size[1]}"
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """``recipe`` is the YAML of what differs from the defaults; ``evaluation`` is empty if none is known to belong."""
+
+    data: str
+    train_split: str
+    eval_split: str
+    recipe: str
+    packages: dict[str, str]
+    evaluation: dict[str, float]
+
+
+def run_facts(checkpoint: Path, format: str) -> RunFacts | None:
+    """The facts of the run that ``checkpoint`` lies in; None if it lies in none."""
+    folder = checkpoint.parent
+    if not (folder / RECIPE).is_file():
+        return None
+    kind, score = _kind(format)
+    recipe = kind.resolve(str(folder / RECIPE))
+    data = _public(recipe.data)
+    shown = replace(recipe, data=data, init=recipe.init and _public(recipe.init))
+    packages = json.loads((folder / ENVIRONMENT).read_text())["packages"]
+    evaluation = _run_evaluation(RunDirectory(folder), checkpoint.stem, score)
+    yaml = to_yaml(shown, changed_only=True)
+    return RunFacts(data, recipe.train_split, recipe.eval_split, yaml, packages, evaluation)
+
+
+def _kind(format: str) -> tuple[Any, str]:
+    """The kind of training and the measure that its best checkpoint is chosen by."""
+    if format == DETECTOR:
+        from ..detection.task import DETECTION, DetectionTask
+
+        return DETECTION, DetectionTask.score
+    from ..classification.task import CLASSIFICATION, ClassificationTask
+
+    return CLASSIFICATION, ClassificationTask.score
+
+
+def _public(path: str) -> str:
+    """A path or a data set such as ``torch/cifar10:/data`` without the folders of this machine; other names as is."""
+    return Path(path).name if Path(path).is_absolute() else path.partition(":/")[0]
+
+
+def _run_evaluation(run: RunDirectory, name: str, score: str) -> dict[str, float]:
+    """The evaluation of the ``best`` or the ``last`` checkpoint; of others it is not known."""
+    found = [record["evaluation"] for record in run.records() if "evaluation" in record]
+    if not found or name not in ("best", "last"):
+        return {}
+    return max(found, key=lambda one: one[score]) if name == "best" else found[-1]
+
 
 MOST_LABELS = 100
 """Labels that a card lists; more are in ``config.json``."""

@@ -1,4 +1,7 @@
-"""A model as a folder: ``model.safetensors``, ``config.json`` (also for timm) and a model card, ``README.md``."""
+"""A model as a folder: ``model.safetensors``, ``config.json`` (also for timm) and a model card, ``README.md``.
+
+Folders to the Hugging Face Hub.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from torch import nn
 
 from ..checkpoint import load, save
-from ..checkpoint.container import DETECTOR, describe
-from ..checkpoint.location import HUB, WEIGHTS, weights_file
-from ..model import VisionLongformer
-from .about import about
-from .card import model_card
-from .run_facts import run_facts
+from ..checkpoint.location import HUB, WEIGHTS, unreachable, weights_file
+from ..checkpoint.native import DETECTOR, describe
+from ..models import VisionLongformer
+from .card import about, model_card, run_facts
 
 
 def save_pretrained(source: nn.Module | str | Path, folder: str | Path, *, license: str | None = None) -> Path:
@@ -75,3 +78,34 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         temporary.replace(folder)
+
+
+def push_to_hub(source: nn.Module | str | Path, repo_id: str, *, private: bool = False, overwrite: bool = False) -> str:
+    """Upload a folder of :func:`save_pretrained`, or a model, to ``owner/name``; returns its address.
+
+    A repository that holds a model already is left alone unless ``overwrite``; the hub keeps what was there before.
+    Who uploads is known from ``hf auth login`` or the variable HF_TOKEN.
+    """
+    if isinstance(source, nn.Module):
+        with TemporaryDirectory() as temporary:
+            folder = save_pretrained(source, Path(temporary) / repo_id.rpartition("/")[2])
+            return push_to_hub(folder, repo_id, private=private, overwrite=overwrite)
+    if not Path(source).is_dir():
+        raise FileNotFoundError(f"there is no folder {source}; 'vil hub save CHECKPOINT {source}' makes one")
+    describe(source)
+    try:
+        return _upload(Path(source), repo_id, private, overwrite)
+    except HfHubHTTPError as error:
+        why = error.server_message or str(error).splitlines()[0]
+        raise PermissionError(f"the hub refused {repo_id} ({why}); 'hf auth login' lets you in") from error
+    except (HTTPError, ConnectionError) as error:
+        raise unreachable(f"and nothing was uploaded from {source}", error) from error
+
+
+def _upload(folder: Path, repo_id: str, private: bool, overwrite: bool) -> str:
+    api = HfApi()
+    if not overwrite and api.file_exists(repo_id, WEIGHTS):
+        raise FileExistsError(f"{repo_id} holds a model already; ask to overwrite it or give another name")
+    address = api.create_repo(repo_id, private=private, exist_ok=True)
+    api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Upload a Vision Longformer")
+    return str(address)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..geometry import Grid, is_cyclic, neighbour_block
-from .chunks import from_chunks, to_chunks
+from ..geometry import Grid, is_cyclic
+from .chunks import from_chunks, neighbour_block, to_chunks
 from .spec import LocalSpec
 
 if TYPE_CHECKING:  # half a second to import, so only where it is used

@@ -9,20 +9,13 @@ from torch import Tensor
 
 from ..errors import check_at_least, check_choice
 from ..geometry import RULES, Grid
-from . import (
-    flex,
-    fused_cpu,
-    masked_dense,
-    shifted_chunk,
-    sliding_chunk,
-    sliding_chunk_autograd,
-    tiled,
-    triton_gpu,
-    unfold_nn,
-    unfold_tensor,
-    whole_map,
-)
+from . import flex
+from .chunked import shifted_chunk, sliding_chunk, sliding_chunk_autograd, whole_map
+from .cpu import kernel as fused_cpu
+from .reference import masked_dense, unfold_nn, unfold_tensor
 from .spec import LocalSpec
+from .tiled import attention as tiled
+from .triton import attention as triton_gpu
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "triton_gpu": triton_gpu,

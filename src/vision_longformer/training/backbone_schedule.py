@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..attention import PerformerAttention
-from ..model import VisionLongformer
-from .randomness import derive
+from ..data.randomness import derive
+from ..models import VisionLongformer
+from ..models.attention import PerformerAttention
 
 RedrawIsDue = Callable[[int, int, int], bool]
 """From the step, its epoch and its number in the epoch, all counted from 0."""

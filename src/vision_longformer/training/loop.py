@@ -1,29 +1,62 @@
-"""The training loop of classification and detection: steps, logs, evaluations, checkpoints, an end when asked."""
+"""Ending a run when asked: the first signal lets it save and leave, a second one ends it at once.
+
+The training loop of classification and detection: steps, logs, evaluations, checkpoints, an end when asked.
+"""
 
 from __future__ import annotations
 
 import errno
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from .averaging import WeightAverage
+from ..data.randomness import derive
 from .backbone_schedule import BackboneSchedule
-from .distribution import agree, distribute, from_main, mean_over_processes, without_sync
-from .interruption import Interruption
-from .randomness import derive
+from .checkpointer import Counters, restore, take
+from .distributed import agree, distribute, from_main, mean_over_processes, without_sync
+from .ema import WeightAverage
+from .optimizer import learning_rate
+from .recipe import TrainSettings
 from .run_directory import RunDirectory, load_state
-from .schedules import learning_rate
-from .settings import TrainSettings
-from .snapshot import Counters, restore, take
 from .task import Observer, Task, TrainingError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interruption:
+    """While entered, SIGINT and SIGTERM set ``requested`` to the signal's number instead of ending the process."""
+
+    def __init__(self) -> None:
+        self.requested = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.requested = number
+        self._restore()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before = {}
 
 
 class Interrupted(Exception):

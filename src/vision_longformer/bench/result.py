@@ -1,0 +1,173 @@
+"""What was measured: rows by group, their ratios, and how they are kept in files and compared."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..files import written_whole
+from .machine import differences
+from .tasks import LARGE_MATMUL, Group, Task
+from .timing import summary
+
+FORMAT = "vision_longformer/bench/1"
+
+
+@dataclass
+class Row:
+    """What is known of a task. ``time`` is by allocator: median, quartiles, best, samples, page faults, speed-up.
+
+    ``memory``: bytes of ``inputs``, of ``outputs``, and ``extra``, the peak over the inputs with the outputs in it.
+    ``reasons``: why something is missing.
+    """
+
+    task: Task
+    flops: int | None = None
+    time: dict[str, dict[str, Any]] = field(default_factory=dict)
+    memory: dict[str, int] | None = None
+    reasons: list[str] = field(default_factory=list)
+
+    def add_time(self, allocator: str, seconds: list[float], page_faults: list[int]) -> None:
+        times = {**summary(seconds), "rounds": len(seconds), "page_faults": statistics.median(page_faults)}
+        self.time[allocator] = {**times, "samples": seconds}
+
+    def add_reason(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+    def per_unit(self, allocator: str) -> float:
+        """Seconds per token or image."""
+        return self.time[allocator]["median"] / self.task.units
+
+    def flops_per_second(self, allocator: str) -> float | None:
+        """Useful ones."""
+        return self.flops / self.time[allocator]["median"] if self.flops and allocator in self.time else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.task.to_dict(), **{k: v for k, v in asdict(self).items() if k != "task"}}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Row:
+        own = {name: data[name] for name in ("flops", "time", "memory", "reasons")}
+        return cls(Task.from_dict({name: value for name, value in data.items() if name not in own}), **own)
+
+
+@dataclass
+class GroupResult:
+    """A group with rows in place of its tasks."""
+
+    bench: str
+    name: str
+    about: str
+    style: str
+    unit: str
+    rows: list[Row]
+
+    @classmethod
+    def of(cls, group: Group) -> GroupResult:
+        return cls(group.bench, group.name, group.about, group.style, group.unit, [Row(task) for task in group.tasks])
+
+    def find(self, point: str, variant: str, mode: str) -> Row | None:
+        wanted = (point, variant, mode)
+        return next((row for row in self.rows if (row.task.point, row.task.variant, row.task.mode) == wanted), None)
+
+    def compute_speedups(self) -> None:
+        """Of each row against its baseline, per token or image: the median over rounds, whose runs are neighbours in
+        time, so that a slow minute of the machine falls out."""
+        for row in self.rows:
+            base = self.find(*row.task.baseline, row.task.mode)
+            for allocator, time in row.time.items():
+                if base is None or allocator not in base.time:
+                    continue
+                pairs = zip(base.time[allocator]["samples"], time["samples"], strict=False)
+                ratio = statistics.median(other / own for other, own in pairs)
+                time["speedup"] = ratio * row.task.units / base.task.units
+
+    def matmul_fraction(self, row: Row, allocator: str) -> float | None:
+        """Useful operations per second as a part of those of the large matrix product measured in turns with it."""
+        roof = self.find(row.task.point, LARGE_MATMUL, row.task.mode)
+        own, best = row.flops_per_second(allocator), roof and roof.flops_per_second(allocator)
+        return own / best if own and best else None
+
+
+@dataclass
+class Result:
+    """One run of ``vil bench``; ``complete`` is false if it was interrupted."""
+
+    what: str
+    created: str
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    groups: list[GroupResult] = field(default_factory=list)
+    complete: bool = False
+
+    def rows(self) -> Iterator[tuple[GroupResult, Row]]:
+        for group in self.groups:
+            for row in group.rows:
+                yield group, row
+
+    def to_dict(self) -> dict[str, Any]:
+        groups = [{**vars(group), "rows": [row.to_dict() for row in group.rows]} for group in self.groups]
+        return {"format": FORMAT, **vars(self), "groups": groups}
+
+    def save(self, path: Path) -> None:
+        """Write to a name that :func:`new_path` gave; the file is replaced whole or not at all."""
+        with written_whole(path, overwrite=True) as temporary:
+            temporary.write_text(json.dumps(self.to_dict(), indent=1))
+
+
+def load_result(path: str | Path) -> Result:
+    """A file written by :meth:`Result.save`."""
+    try:
+        data = json.loads(Path(path).read_text())
+        if data.pop("format") != FORMAT:
+            raise ValueError
+        groups = [GroupResult(**{**g, "rows": [Row.from_dict(row) for row in g["rows"]]}) for g in data.pop("groups")]
+        return Result(**data, groups=groups)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is not a result of 'vil bench'") from None
+
+
+def new_path(folder: Path, name: str, *, overwrite: bool) -> Path:
+    """``name.json`` or, if it exists and may not be overwritten, ``name-2.json`` and so on; the file is created empty,
+    so that no other run takes the name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 10000):
+        path = folder / (f"{name}.json" if number == 1 else f"{name}-{number}.json")
+        try:
+            path.open("a" if overwrite else "x").close()
+            return path
+        except FileExistsError:
+            continue
+    raise ValueError(f"{folder} is full of results; give another --output")
+
+
+@dataclass
+class Change:
+    """A row now against the same one earlier: above 1 is faster, or leaner."""
+
+    group: str
+    row: Row
+    speed: dict[str, float]
+    memory: float | None
+
+
+def compare(earlier: Result, now: Result) -> tuple[list[Change], list[str]]:
+    """Changes of the rows that both have, and what makes them hard to compare."""
+    known = {(g.bench, g.name, r.task.point, r.task.variant, r.task.mode): r for g, r in earlier.rows()}
+    changes = []
+    for group, row in now.rows():
+        old = known.get((group.bench, group.name, row.task.point, row.task.variant, row.task.mode))
+        if old is None or not (old.time or old.memory):
+            continue
+        both = [name for name in row.time if name in old.time]
+        speed = {name: old.time[name]["median"] / row.time[name]["median"] for name in both}
+        memory = None
+        if old.memory and row.memory and row.memory["extra"]:
+            memory = old.memory["extra"] / row.memory["extra"]
+        changes.append(Change(f"{group.bench}: {group.name}", row, speed, memory))
+    return changes, differences(earlier.machine, now.machine)

@@ -1,0 +1,227 @@
+"""The export of classifiers and of backbones.
+
+Two files of one classifier on the same images: size, speed, accuracy, and how often they disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from ..export.verify import Exported, Tell, export_checked
+from ..export.writers import file_metadata
+from ..models import VisionLongformer
+from ..models.config import ModelConfig, size_pair
+from .dataset import EvalData, class_names, eval_data
+from .evaluate import Result, Score
+from .model import ExportedClassifier, load_exported_classifier
+from .recipe import ClassificationRecipe
+
+FIXED_SIZE = {
+    "linformer": "projects a fixed number of tokens",
+    "spatial_reduction": "normalises its reduced map only if that has more than one cell",
+}
+"""Mechanisms that a file for any size cannot hold, and why."""
+
+
+class BackboneMaps(nn.Module):
+    """The map of each stage, (B, dim, height, width), as detectors take them."""
+
+    def __init__(self, model: VisionLongformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.model.forward_intermediates(images, intermediates_only=True))
+
+
+def export_model(
+    model: VisionLongformer,
+    path: str | Path,
+    *,
+    format: str = "onnx",
+    size: int | tuple[int, int] | None = None,
+    dynamic: bool = False,
+    backbone: bool = False,
+    info: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    tell: Tell | None = None,
+) -> Exported:
+    """Write a model as one ``.onnx`` or ``.pt2`` file, and compare what it computes with the model.
+
+    The file takes float32 images (B, C, height, width), any number of them, and gives logits (B, classes); with
+    ``backbone`` the maps of the stages. The model itself is left as it is.
+
+    Args:
+        model: the classifier, or the backbone if it has no classes.
+        path: where to write; the name must end in .onnx or .pt2.
+        format: onnx, for onnxruntime and others, or pt2, for ``torch.export.load``.
+        size: height and width of the images, fixed in the file; the model's own if None.
+        dynamic: take images of any height and width instead.
+        backbone: the maps of all stages instead of logits.
+        info: further JSON data for the file's metadata, such as the preprocessing's.
+        overwrite: replace an existing file.
+        tell: is told of progress.
+    """
+    if not (backbone or model.num_classes):
+        raise ValueError("this model has no classes to tell apart; export it as a backbone")
+    if dynamic:
+        _check_dynamic(model.config, size)
+    reference, traced = _plain_copy(model), _plain_copy(model)
+    if not dynamic:
+        traced.set_input_size(size_pair(size or model.config.img_size))
+    config = traced.config
+    details = {"strides": _strides(config), "size": config.img_size, **(info or {})}
+    if not dynamic:
+        details["size"] = config.img_size
+    others = _other_sizes(config) if dynamic else [config.img_size]
+    shapes = [(2, *config.img_size), *((1, *other) for other in others)]
+    return export_checked(
+        BackboneMaps(traced) if backbone else traced,
+        [(_images(config, *shape),) for shape in shapes],
+        path,
+        format=format,
+        metadata=file_metadata("backbone" if backbone else "classifier", config.to_dict(), dynamic=dynamic, **details),
+        input_names=("images",),
+        output_names=[f"stage_{index + 1}" for index in range(len(config.stages))] if backbone else ("logits",),
+        dynamic_shapes=(_axes(config, dynamic=dynamic),),
+        expected=BackboneMaps(reference) if backbone else reference,
+        overwrite=overwrite,
+        tell=tell,
+    )
+
+
+def _check_dynamic(config: ModelConfig, size: object) -> None:
+    if size is not None:
+        raise ValueError(f"a file for any size has no size of its own; give either size={size} or dynamic")
+    for index, stage in enumerate(config.stages):
+        reason = FIXED_SIZE.get(stage.attention.kind)
+        if reason is not None:
+            raise ValueError(
+                f"stage {index + 1} cannot be exported for any size: its {stage.attention.kind} attention {reason}; "
+                "export it for one size instead"
+            )
+
+
+def _plain_copy(model: VisionLongformer) -> VisionLongformer:
+    """A copy for inference in float32 on the CPU, which leaves the choice of the attention's implementation open."""
+    copy = deepcopy(model).cpu().float().eval().requires_grad_(False)
+    copy.set_attention_implementation("auto")
+    return copy
+
+
+def _axes(config: ModelConfig, *, dynamic: bool) -> dict[int, Any]:
+    """Which axes of the images may vary, in the terms of ``torch.export``."""
+    least = _least_side(config)
+    sides = {2: Dim("height", min=least), 3: Dim("width", min=least)} if dynamic else {}
+    return {0: Dim("batch", min=1), **sides}
+
+
+def _strides(config: ModelConfig) -> list[int]:
+    return list(accumulate((stage.patch for stage in config.stages), mul))
+
+
+def _least_side(config: ModelConfig) -> int:
+    """What an image needs at least, so that every stage has a map."""
+    return 1 if config.patch_remainder == "pad" else _strides(config)[-1]
+
+
+def _other_sizes(config: ModelConfig) -> list[tuple[int, int]]:
+    """An odd rectangle, a large one and a small one: 225×301, 640×480 and 32×32 for a model of 224×224."""
+    height, width = config.img_size
+    small = max(height // 7, _least_side(config)), max(width // 7, _least_side(config))
+    return [(height + 1, width * 4 // 3 + 3), (height * 20 // 7, width * 15 // 7), small]
+
+
+def _images(config: ModelConfig, batch: int, height: int, width: int) -> Tensor:
+    return torch.randn(batch, config.in_chans, height, width, generator=torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A file: its length, the median time of an image over all batches, and how good it is."""
+
+    path: Path
+    bytes: int
+    seconds: float
+    result: Result
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two files, and for how many images they name different classes."""
+
+    before: Measured
+    after: Measured
+    changed: int
+
+
+def compare_files(
+    before: str | Path,
+    after: str | Path,
+    data: str,
+    split: str = "validation",
+    *,
+    batch_size: int = 64,
+    workers: int = 2,
+    tell: Tell | None = None,
+) -> Comparison:
+    """Run both files on each batch of the ``split`` of ``data``, in turns, so that the machine is equally busy."""
+    recipe = ClassificationRecipe(data=data, eval_split=split, eval_batch_size=batch_size, workers=workers)
+    classifiers = [load_exported_classifier(path) for path in (before, after)]
+    images = _eval_images(classifiers[0], recipe)
+    runs = [_Run(classifier, len(images.classes)) for classifier in classifiers]
+    changed = done = 0
+    for batch, labels in images.batches():
+        if not done:
+            for run in runs:
+                run.model(batch)  # the first call is slower
+        named = [run.add(batch, labels) for run in (runs if done % 2 else runs[::-1])]
+        changed += int((named[0] != named[1]).sum())
+        done += len(labels)
+        if tell is not None:
+            tell(done, images.size)
+    if not done:
+        raise ValueError(f"there are no images in the {split} split of {data}")
+    first, second = (run.measured(Path(path)) for run, path in zip(runs, (before, after), strict=True))
+    return Comparison(first, second, changed)
+
+
+def _eval_images(classifier: ExportedClassifier, recipe: ClassificationRecipe) -> EvalData:
+    """The evaluation images, prepared for the classifier; one without names takes those of the data."""
+    preprocessing = classifier.preprocessing
+    if not classifier.named:
+        own = replace(recipe, train_split=recipe.eval_split, num_classes=len(preprocessing.classes))
+        preprocessing = replace(preprocessing, classes=class_names(own))
+    return eval_data(recipe, preprocessing)
+
+
+class _Run:
+    """What one file has done so far."""
+
+    def __init__(self, classifier: ExportedClassifier, classes: int) -> None:
+        self.model: Callable[[Tensor], Tensor] = classifier.model
+        self._score = Score(classes, "cpu")
+        self._seconds: list[float] = []
+
+    def add(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Run on a batch; the class of each image, (b,)."""
+        start = perf_counter()
+        logits = self.model(images)
+        self._seconds.append((perf_counter() - start) / len(images))
+        self._score.add(logits, labels)
+        return logits.argmax(1)
+
+    def measured(self, path: Path) -> Measured:
+        return Measured(path, path.stat().st_size, median(self._seconds), self._score.result())

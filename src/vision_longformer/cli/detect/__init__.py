@@ -1,0 +1,1 @@
+"""``vil detect``: the commands of object detection."""

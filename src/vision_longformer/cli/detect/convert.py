@@ -1,0 +1,28 @@
+"""``vil detect convert``."""
+
+from __future__ import annotations
+
+from ..output import millions, print_line
+
+
+def detect_convert(
+    released: str, converted: str, *, model: str, detector: str = "mask_rcnn", overwrite: bool = False
+) -> None:
+    """Convert a detector of the authors' release, trained on COCO, to a file of ours: weights and names in one.
+
+    Args:
+        released: the .pth file, in detectron2's format.
+        converted: the .safetensors file to write.
+        model: name of its backbone, such as vision_longformer_small; 'vil models' lists them.
+        detector: mask_rcnn or retinanet.
+        overwrite: replace an existing file.
+    """
+    from ...detection import DetectorConfig, load_release_detector, save_detector
+    from ...detection.release import coco_categories
+
+    categories = coco_categories()
+    loaded = load_release_detector(released, DetectorConfig(detector, model, len(categories)))
+    info = {"categories": [category._asdict() for category in categories]}
+    path = save_detector(loaded, converted, info=info, overwrite=overwrite)
+    count = sum(parameter.numel() for parameter in loaded.parameters())
+    print_line(f"wrote {path}: {detector} on {model}, {millions(count)} M parameters, {len(categories)} categories")

@@ -1,0 +1,94 @@
+"""``vil detect evaluate``."""
+
+from __future__ import annotations
+
+import json as json_format
+from math import isnan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...files import written_whole
+from ..output import counting, print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from ...detection.evaluate import DetectionResult
+
+
+def detect_evaluate(
+    checkpoint: str,
+    *,
+    data: str = "garments",
+    split: str = "validation",
+    workers: int = 2,
+    skip_bad: bool = False,
+    per_category: bool = False,
+    results: str | None = None,
+    json: bool = False,
+) -> None:
+    """Show how good a detector is on a data set: COCO's average precision and recall, of boxes and of masks.
+
+    Under torchrun, processes share the images, and each is counted once.
+
+    Args:
+        checkpoint: a .safetensors file of a detector.
+        data: a folder in COCO's form, or the built-in garments (a synthetic composition of real images).
+        split: name of the split.
+        workers: data-loading processes.
+        skip_bad: leave out images and annotations that make no sense, instead of stopping.
+        per_category: the average precision of each category as well.
+        results: a .json file to write everything that was found into, in COCO's format for results.
+        json: as JSON.
+    """
+    from accelerate import PartialState
+
+    from ...detection.evaluate import evaluate
+
+    if results is not None and Path(results).exists():
+        raise FileExistsError(f"{results} exists; give another name or remove it first")
+    with counting("evaluating") as tell:
+        result = evaluate(checkpoint, data, split, workers=workers, skip_bad=skip_bad, tell=tell)
+    if not PartialState().is_main_process:
+        return
+    if results is not None:
+        with written_whole(results) as temporary:
+            temporary.write_text(json_format.dumps(result.detections))
+    if json:
+        print_json({"checkpoint": checkpoint, "data": data, "split": split, **_plain(result, per_category)})
+        return
+    print_line(f"{checkpoint} on {data}, {split}")
+    _print_result(result, per_category)
+    if results is not None:
+        print_line(f"wrote {results}: {len(result.detections)} detections")
+
+
+def _print_result(result: DetectionResult, per_category: bool) -> None:
+    rows = [("boxes", *map(_number, result.boxes.overall.values()))]
+    if result.masks is not None:
+        rows.append(("masks", *map(_number, result.masks.overall.values())))
+    print_table("", (f"{result.images} images, %", *result.boxes.overall), rows)
+    if result.skipped:
+        print_line(f"{result.skipped} images could not be read and were left out")
+    if per_category:
+        table = [(name, *(_number(ap) for ap in aps if ap is not None)) for name, aps in result.per_category.items()]
+        print_table("", ("category", "box AP", *(["mask AP"] if result.masks else [])), table)
+
+
+def _number(percent: float) -> str:
+    return "" if isnan(percent) else f"{percent:.1f}"
+
+
+def _plain(result: DetectionResult, per_category: bool) -> dict[str, Any]:
+    """The result as JSON data; what there are no objects for is null."""
+    data: dict[str, Any] = {"images": result.images, "skipped": result.skipped}
+    for name, measured in (("boxes", result.boxes), ("masks", result.masks)):
+        data[name] = measured and {key: _json_number(value) for key, value in measured.overall.items()}
+    if per_category:
+        data["categories"] = [
+            {"category": name, "boxes": _json_number(boxes), "masks": _json_number(masks)}
+            for name, (boxes, masks) in result.per_category.items()
+        ]
+    return data
+
+
+def _json_number(percent: float | None) -> float | None:
+    return None if percent is None or isnan(percent) else percent

@@ -1,0 +1,75 @@
+"""``vil detect predict``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..output import print_json, print_line, print_table
+from ..predict import picture_paths
+
+if TYPE_CHECKING:
+    from ...detection.predict import Prediction
+
+
+def detect_predict(
+    checkpoint: str,
+    images: list[str],
+    *,
+    threshold: float = 0.5,
+    output: str | None = None,
+    tile: int | None = None,
+    json: bool = False,
+) -> None:
+    """Show what a detector finds in images: categories, scores and boxes, and pictures of them.
+
+    In tiles, objects that a tile cuts are put together from the pieces that neighbouring tiles found.
+
+    Args:
+        checkpoint: a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
+        images: image files of any kind and size; a folder stands for the images inside.
+        threshold: lowest score of what is shown.
+        output: a folder to write each image into, with boxes, masks, names and scores, as NAME.png.
+        tile: look at large images in overlapping squares of so many pixels; whole by default.
+        json: as JSON, in COCO's format for results with the file beside; boxes are [left, top, width, height].
+    """
+    import torch
+
+    from ...data.images import image_files
+    from ...detection.checkpoint import load_named
+    from ...detection.detections import coco_result
+    from ...detection.pictures import draw_objects, save_image
+    from ...detection.predict import predict
+
+    files = image_files(images)
+    pictures = [None] * len(files) if output is None else picture_paths(files, Path(output))
+    detector = load_named(checkpoint)
+    model = detector.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    names = [category.name for category in detector.categories]
+    predictions = predict(model, files, threshold=threshold, tile=tile)
+    results: list[dict[str, Any]] = []
+    for number, (prediction, path) in enumerate(zip(predictions, pictures, strict=True), 1):
+        image = prediction.image
+        if path is not None:
+            save_image(draw_objects(image, prediction.objects, names), path)
+        if json:
+            for one in prediction.objects:
+                result = coco_result(one, number, detector.categories, (image.height, image.width))
+                results.append({"file": prediction.file, **result})
+        else:
+            _print_objects(prediction, names, path)
+    if json:
+        print_json(results)
+
+
+def _print_objects(prediction: Prediction, names: Sequence[str], picture: Path | None) -> None:
+    print_line(f"{prediction.file}: {len(prediction.objects)} found")
+    if prediction.objects:
+        rows = [
+            (names[one.label - 1], f"{100 * (one.score or 0):.1f}", *(f"{value:.0f}" for value in one.box))
+            for one in prediction.objects
+        ]
+        print_table("", ("category", "%", "left", "top", "right", "bottom"), rows)
+    if picture is not None:
+        print_line(f"wrote {picture}")

@@ -1,0 +1,207 @@
+"""Anchors and pooled regions at fixed strides, so that they do not depend on the other images of a batch.
+
+RetinaNet and Mask R-CNN: torchvision's detectors on our pyramid, with the settings of the paper's models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import Tensor, nn
+from torchvision.models.detection import MaskRCNN, RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.ops import MultiScaleRoIAlign, roi_align
+from torchvision.ops.poolers import LevelMapper
+
+from .backbone import ImageTransform, PyramidBackbone, grouped
+from .config import DetectorConfig
+
+
+class FixedAnchors(AnchorGenerator):
+    """Anchors of exact size around the corners of the cells, size by size and in each by ratio.
+
+    torchvision's are rounded to pixels, go ratio by ratio, and take strides from the size of the padded batch.
+    """
+
+    def __init__(self, sizes: list[list[float]], ratios: tuple[float, ...], strides: list[int]) -> None:
+        self.strides = strides
+        super().__init__(tuple(map(tuple, sizes)), (tuple(ratios),) * len(sizes))
+
+    def generate_anchors(
+        self,
+        scales: list[float],
+        aspect_ratios: list[float],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Anchors (sizes · ratios, 4) around the origin; a ratio is height to width."""
+        size = torch.tensor(scales, dtype=dtype, device=device)[:, None]
+        root = torch.tensor(aspect_ratios, dtype=dtype, device=device).sqrt()
+        width, height = (size / root).flatten(), (size * root).flatten()
+        return torch.stack([-width, -height, width, height], 1) / 2
+
+    def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
+        """The anchors of all maps, (N, 4), for each image."""
+        first = feature_maps[0]
+        self.set_cell_anchors(first.dtype, first.device)
+        strides = [[torch.tensor(stride, device=first.device)] * 2 for stride in self.strides]
+        anchors = self.grid_anchors([list(one.shape[-2:]) for one in feature_maps], strides)
+        return [torch.cat(anchors)] * len(image_list.image_sizes)
+
+
+class AlignedRoIAlign(MultiScaleRoIAlign):
+    """Regions pooled with half-pixel alignment and as many samples as they need, from the level that fits their size.
+
+    torchvision's pools without alignment and guesses the scales from the first image it sees.
+    """
+
+    def __init__(self, names: list[str], output_size: int, strides: list[int]) -> None:
+        super().__init__(names, output_size, sampling_ratio=0)
+        self.strides = strides[: len(names)]
+        self.mapper = LevelMapper(*(round(math.log2(stride)) for stride in (self.strides[0], self.strides[-1])))
+
+    def forward(self, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
+        """Boxes (n, 4) of each image to (all boxes, channels, size, size)."""
+        numbers = torch.cat([torch.full_like(one[:, :1], index) for index, one in enumerate(boxes)])
+        regions = torch.cat([numbers, torch.cat(boxes)], 1)
+        levels = self.mapper(boxes)
+        first = x[self.featmap_names[0]]
+        pooled = first.new_zeros(regions.shape[0], first.shape[1], *self.output_size)
+        for level, (name, stride) in enumerate(zip(self.featmap_names, self.strides, strict=True)):
+            chosen = torch.where(levels == level)[0]
+            part = roi_align(x[name], regions[chosen].to(x[name].dtype), self.output_size, 1 / stride, 0, aligned=True)
+            pooled = pooled.index_copy(0, chosen, part.to(pooled.dtype))
+        return pooled
+
+
+Images = list[Tensor]
+Results = list[dict[str, Tensor]]
+
+BOX_POOL, MASK_POOL = 7, 14
+SCALES_PER_OCTAVE = 3
+"""Anchor sizes of a level of RetinaNet: a third of an octave apart."""
+
+PAPER_CHANNELS = 256
+
+
+def retinanet(backbone: str, num_classes: int, **options: Any) -> RetinaNet:
+    """A RetinaNet on a named backbone; ``options`` are fields of :class:`DetectorConfig`."""
+    return RetinaNetDetector(DetectorConfig("retinanet", backbone, num_classes).override(**options))
+
+
+def mask_rcnn(backbone: str, num_classes: int, **options: Any) -> MaskRCNN:
+    """A Mask R-CNN on a named backbone; ``options`` are fields of :class:`DetectorConfig`."""
+    return MaskRCNNDetector(DetectorConfig("mask_rcnn", backbone, num_classes).override(**options))
+
+
+def build_detector(config: DetectorConfig) -> RetinaNet | MaskRCNN:
+    """The detector that ``config`` describes.
+
+    In training it takes images (3, h, w) with values from 0 to 1 and targets (``boxes``, ``labels`` from 1, and
+    ``masks`` for Mask R-CNN), and gives a dict of losses; in evaluation a list of dicts ``boxes``, ``labels``,
+    ``scores`` and, for Mask R-CNN, ``masks``. The result of an image does not depend on the other images.
+    """
+    return {"retinanet": RetinaNetDetector, "mask_rcnn": MaskRCNNDetector}[config.kind](config)
+
+
+def _each_size(forward: Callable[[Images], Results], images: Images) -> Results:
+    """Results of the images, those of equal size computed together.
+
+    Convolutions of the pyramid and the heads would carry padding into an image: their biases make it non-zero after
+    one layer, and the next layer reads it. So in evaluation no image is padded to the size of another.
+    """
+    results: dict[int, dict[str, Tensor]] = {}
+    for group in grouped(tuple(image.shape) for image in images):
+        results |= zip(group, forward([images[position] for position in group]), strict=True)
+    return [results[position] for position in range(len(images))]
+
+
+def _transform(config: DetectorConfig, backbone: PyramidBackbone) -> ImageTransform:
+    """Resizing, ImageNet's mean and standard deviation, and our batching."""
+    mean, std = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)
+    return ImageTransform(config.min_size, config.max_size, mean, std, size_divisible=backbone.size_divisible)
+
+
+def _carry_signal(head: nn.Module) -> None:
+    """Draw the weights of hidden convolutions so that they keep the scale of what goes through.
+
+    A standard deviation of 0.01, as in the paper's models, suits many channels and many thousand steps: of 64 channels,
+    four layers leave a thousandth, and a small detector learns nothing but the biases for hundreds of steps.
+    """
+    for name, weight in head.named_parameters():
+        if ".conv." in name and weight.dim() == 4:
+            nn.init.kaiming_normal_(weight, nonlinearity="relu")
+
+
+class RetinaNetDetector(RetinaNet):
+    """torchvision's RetinaNet with labels from 1, as Mask R-CNN has them; ``config`` says what it is."""
+
+    def __init__(self, config: DetectorConfig) -> None:
+        backbone = PyramidBackbone(config)
+        steps = [2 ** (step / SCALES_PER_OCTAVE) for step in range(SCALES_PER_OCTAVE)]
+        sizes = [[config.cells * stride * step for step in steps] for stride in backbone.strides]
+        super().__init__(
+            backbone,
+            config.num_classes,
+            anchor_generator=FixedAnchors(sizes, config.anchor_ratios, backbone.strides),
+            score_thresh=config.score_threshold,
+            nms_thresh=config.nms_threshold,
+            detections_per_img=config.detections,
+            fg_iou_thresh=0.5,
+            bg_iou_thresh=0.4,
+            topk_candidates=1000,
+        )
+        self.head.regression_head._loss_type = "l1"
+        if config.channels < PAPER_CHANNELS:
+            _carry_signal(self.head)
+        self.transform = _transform(config, backbone)
+        self.config = config
+
+    def forward(self, images: Images, targets: Results | None = None) -> Any:
+        if self.training and targets is not None:
+            shifted = [{**target, "labels": target["labels"] - 1} for target in targets]
+            return super().forward(images, shifted)
+        results = _each_size(super().forward, images)
+        return [{**result, "labels": result["labels"] + 1} for result in results]
+
+
+class MaskRCNNDetector(MaskRCNN):
+    """torchvision's Mask R-CNN with aligned pooling; ``config`` says what it is."""
+
+    def __init__(self, config: DetectorConfig) -> None:
+        backbone = PyramidBackbone(config)
+        levels, classes = backbone.level_names, config.num_classes + 1
+        sizes = [[config.cells * stride] for stride in backbone.strides]
+        mask_layers = [config.mask_channels] * config.mask_layers
+        super().__init__(
+            backbone,
+            rpn_anchor_generator=FixedAnchors(sizes, config.anchor_ratios, backbone.strides),
+            rpn_pre_nms_top_n_train=2 * config.proposals,
+            rpn_pre_nms_top_n_test=config.proposals,
+            rpn_post_nms_top_n_train=config.proposals,
+            rpn_post_nms_top_n_test=config.proposals,
+            box_roi_pool=AlignedRoIAlign(levels, BOX_POOL, backbone.strides),
+            box_head=TwoMLPHead(config.channels * BOX_POOL**2, config.box_width),
+            box_predictor=FastRCNNPredictor(config.box_width, classes),
+            box_score_thresh=config.score_threshold,
+            box_nms_thresh=config.nms_threshold,
+            box_batch_size_per_image=config.samples,
+            box_detections_per_img=config.detections,
+            mask_roi_pool=AlignedRoIAlign(levels, MASK_POOL, backbone.strides),
+            mask_head=MaskRCNNHeads(config.channels, mask_layers, 1),
+            mask_predictor=MaskRCNNPredictor(config.mask_channels, config.mask_channels, classes),
+        )
+        self.transform = _transform(config, backbone)
+        self.config = config
+
+    def forward(self, images: Images, targets: Results | None = None) -> Any:
+        if self.training:
+            return super().forward(images, targets)
+        return _each_size(super().forward, images)

@@ -1,0 +1,315 @@
+"""Detectors for one image of a fixed size, as graphs that can be traced.
+
+The trained modules run as they are. What is said anew here is how boxes are chosen: torchvision's code branches on how
+many candidates there are, which a graph cannot; the steps below are the same for any number of them, none included.
+Only the number of objects found is left open in a graph.
+
+The export of whole detectors.
+
+Exported detectors in place of those they were made from.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models.detection import MaskRCNN, RetinaNet
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.roi_heads import paste_masks_in_image
+from torchvision.models.detection.rpn import concat_box_prediction_layers
+from torchvision.models.detection.transform import resize_boxes
+from torchvision.ops import clip_boxes_to_image, nms
+
+from ..errors import CheckpointError
+from ..export.runtime import ExportedModel, load_exported
+from ..export.verify import Exported, Tell, export_checked
+from ..export.writers import file_metadata
+from ..models import VisionLongformer
+from ..models.config import size_pair
+from .backbone import ImageTransform
+from .config import DetectorConfig
+from .dataset import image_tensor
+from .garments import photo_parts
+
+SMALLEST_OBJECT = 1e-2
+"""Sides, in pixels, below which Mask R-CNN takes a box for empty."""
+
+OUTSIDE = [[-2.0, -2.0, -1.0, -1.0], [-4.0, -4.0, -3.0, -3.0]]
+"""Boxes that always remain, and as the last: torchvision tells ``torch.export`` that two at least will."""
+
+Maps = dict[str, Tensor]
+
+
+class DetectorGraph(nn.Module):
+    """From an image (3, height, width) with values from 0 to 1 to what is found in it, best first.
+
+    The ``outputs`` are those of the detector for an image that needs no resizing: ``boxes`` (n, 4) as left, top, right
+    and bottom, ``labels`` (n,) from 1, ``scores`` (n,) and, for Mask R-CNN, ``masks`` (n, 1, 28, 28), probabilities in
+    the frame of each box.
+    """
+
+    outputs: ClassVar[tuple[str, ...]] = ("boxes", "labels", "scores")
+
+    def __init__(self, model: RetinaNet | MaskRCNN, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.model, self.size = model, size
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        transform = self.model.transform
+        batch = transform.batch_images([transform.normalize(image)], transform.size_divisible)
+        return self.detect(self.model.backbone(batch), ImageList(image, [self.size]))
+
+    def detect(self, maps: Maps, images: ImageList) -> tuple[Tensor, ...]:
+        """What is found in the maps of the pyramid."""
+        raise NotImplementedError
+
+    def chosen(self, boxes: Tensor, scores: Tensor, groups: Tensor, allowed: Tensor, overlap: float) -> Tensor:
+        """Positions of the boxes that remain, best first, when those that overlap a better one of their group go.
+
+        Boxes are (n, 4) inside the image, the others (n,), no score below 0. As in torchvision, groups are kept from
+        one another by moving each to a place of its own.
+        """
+        candidates = torch.nonzero(allowed)[:, 0]
+        apart = groups[candidates, None] * float(max(self.size) + 1)
+        moved = torch.cat([boxes[candidates] + apart, boxes.new_tensor(OUTSIDE)])
+        ranked = torch.cat([scores[candidates], scores.new_full((len(OUTSIDE),), -1)])
+        return candidates[nms(moved, ranked, overlap)[: -len(OUTSIDE)]]
+
+
+class RetinaNetGraph(DetectorGraph):
+    """Of the best anchors of each level those that do not overlap a better one of the same class."""
+
+    model: RetinaNet
+
+    def detect(self, maps: Maps, images: ImageList) -> tuple[Tensor, ...]:
+        model, levels = self.model, list(maps.values())
+        output = model.head(levels)
+        classes = output["cls_logits"].shape[2]
+        per_cell = model.anchor_generator.num_anchors_per_location()
+        counts = [count * one[0, 0].numel() * classes for count, one in zip(per_cell, levels, strict=True)]
+        scores, best, _ = _best_of_levels(output["cls_logits"].flatten(), counts, model.topk_candidates)
+        anchors, labels = best // classes, best % classes
+        (places,) = model.anchor_generator(images, levels)
+        boxes = model.box_coder.decode_single(output["bbox_regression"][0, anchors], places[anchors])
+        boxes, scores = clip_boxes_to_image(boxes, self.size), scores.sigmoid()
+        chosen = self.chosen(boxes, scores, labels, scores > model.score_thresh, model.nms_thresh)
+        chosen = chosen[: model.detections_per_img]
+        return boxes[chosen], labels[chosen] + 1, scores[chosen]
+
+
+class MaskRCNNGraph(DetectorGraph):
+    """Regions, then what is in them, then the shapes of what was found."""
+
+    outputs = (*DetectorGraph.outputs, "masks")
+    model: MaskRCNN
+
+    def detect(self, maps: Maps, images: ImageList) -> tuple[Tensor, ...]:
+        boxes, labels, scores = self._objects(maps, self._regions(list(maps.values()), images))
+        heads = self.model.roi_heads
+        masks = heads.mask_predictor(heads.mask_head(heads.mask_roi_pool(maps, [boxes], [self.size])))
+        own = labels[:, None, None, None].expand(-1, 1, *masks.shape[2:])
+        return boxes, labels, scores, masks.gather(1, own).sigmoid()
+
+    def _regions(self, levels: list[Tensor], images: ImageList) -> Tensor:
+        """Boxes (n, 4) that may hold something."""
+        rpn = self.model.rpn
+        (anchors,) = rpn.anchor_generator(images, levels)
+        logits, offsets = rpn.head(levels)
+        counts = [one.numel() for one in logits]
+        logits, offsets = concat_box_prediction_layers(logits, offsets)
+        scores, best, level = _best_of_levels(logits[:, 0], counts, rpn.pre_nms_top_n())
+        boxes = clip_boxes_to_image(rpn.box_coder.decode_single(offsets[best], anchors[best]), self.size)
+        chosen = self.chosen(boxes, scores.sigmoid(), level, _at_least(boxes, rpn.min_size), rpn.nms_thresh)
+        return boxes[chosen[: rpn.post_nms_top_n()]]
+
+    def _objects(self, maps: Maps, regions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Boxes, labels and scores; every class of every region is a candidate."""
+        heads = self.model.roi_heads
+        logits, offsets = heads.box_predictor(heads.box_head(heads.box_roi_pool(maps, [regions], [self.size])))
+        boxes = heads.box_coder.decode_single(offsets, regions).unflatten(1, (-1, 4))
+        boxes = clip_boxes_to_image(boxes[:, 1:], self.size).flatten(0, 1)
+        scores = logits.softmax(1)[:, 1:]
+        labels = torch.arange(1, logits.shape[1]).expand_as(scores).flatten()
+        scores = scores.flatten()
+        allowed = (scores > heads.score_thresh) & _at_least(boxes, SMALLEST_OBJECT)
+        chosen = self.chosen(boxes, scores, labels, allowed, heads.nms_thresh)[: heads.detections_per_img]
+        return boxes[chosen], labels[chosen], scores[chosen]
+
+
+def _best_of_levels(scores: Tensor, counts: list[int], most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``most`` highest scores of each level, where they are in ``scores``, and the level of each.
+
+    ``scores`` has those of all levels one after another, ``counts`` of them.
+    """
+    best = []
+    for number, level in enumerate(scores.split(counts)):
+        values, places = level.topk(min(most, counts[number]))
+        best.append((values, places + sum(counts[:number]), torch.full_like(places, number)))
+    values, places, levels = map(torch.cat, zip(*best, strict=True))
+    return values, places, levels
+
+
+def _at_least(boxes: Tensor, side: float) -> Tensor:
+    """Which boxes (n, 4) have no shorter side."""
+    return ((boxes[:, 2:] - boxes[:, :2]) >= side).all(1)
+
+
+COMPARED = 2
+"""Photos on which a file is compared with its detector."""
+
+NOISE = 1e-5
+"""Of the pixels, many times what float32 rounds off: what is found in a photo with and without it is well decided."""
+
+
+def export_detector(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    format: str = "onnx",
+    size: int | tuple[int, int] | None = None,
+    info: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    tell: Tell | None = None,
+) -> Exported:
+    """Write a detector as one ``.onnx`` or ``.pt2`` file, and compare what both find in photos.
+
+    The file takes one float32 image (3, height, width) with values from 0 to 1 and gives what
+    :class:`~.detector_graphs.DetectorGraph` says. Images of other sizes are to be resized to fit, and padded at the
+    bottom and on the right with the colour that the metadata name ``padding``. The model itself is left as it is.
+
+    Args:
+        model: a detector of ``build_detector``.
+        path: where to write; the name must end in .onnx or .pt2.
+        format: onnx, for onnxruntime and others, or pt2, for ``torch.export.load``.
+        size: height and width of the image; a square of the model's ``min_size`` if None.
+        info: further JSON data for the file's metadata, such as the categories.
+        overwrite: replace an existing file.
+        tell: is told of progress.
+    """
+    if not isinstance(model, RetinaNet | MaskRCNN):
+        raise ValueError(f"a {type(model).__name__} is no detector of build_detector, and cannot be exported as one")
+    config = model.config
+    own = size_pair(size or config.min_size[-1])
+    reference = _plain_copy(model)
+    graph = (RetinaNetGraph if config.kind == "retinanet" else MaskRCNNGraph)(reference, own).eval()
+    details = {"size": own, "padding": reference.transform.image_mean, **(info or {})}
+
+    def expected(image: Tensor) -> tuple[Tensor, ...]:
+        (found,) = reference([image])
+        return tuple(found[name] for name in graph.outputs)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*create_unbacked_symint", FutureWarning)  # torchvision's, for nms
+        return export_checked(
+            graph,
+            [(photo,) for photo in _photos(graph)],
+            path,
+            format=format,
+            metadata=file_metadata("detector", config.to_dict(), dynamic=False, **details),
+            input_names=("image",),
+            output_names=graph.outputs,
+            expected=expected,
+            overwrite=overwrite,
+            tell=tell,
+        )
+
+
+class _AsTheyAre(ImageTransform):
+    """Images are not resized, so that results need not be moved back; masks stay in the frame of their boxes."""
+
+    def resize(self, image: Tensor, target: Any = None) -> tuple[Tensor, Any]:
+        return image, target
+
+    def postprocess(self, result: Any, image_shapes: Any, original_image_sizes: Any) -> Any:
+        return result
+
+
+def _plain_copy(model: RetinaNet | MaskRCNN) -> RetinaNet | MaskRCNN:
+    """A copy for inference in float32 on the CPU, for images that have the right size."""
+    copy = deepcopy(model).cpu().float().eval().requires_grad_(False)
+    old = copy.transform
+    copy.transform = _AsTheyAre(old.min_size, old.max_size, old.image_mean, old.image_std, old.size_divisible).eval()
+    for module in copy.modules():
+        if isinstance(module, VisionLongformer):
+            module.set_attention_implementation("auto")
+    return copy
+
+
+def _photos(graph: DetectorGraph) -> list[Tensor]:
+    """Photos (3, height, width) to compare on.
+
+    Detectors decide: of two boxes with nearly the same score, or with an overlap near the limit, rounding may choose
+    another one. Such photos say nothing about a file, nor do those in which nothing is found.
+    """
+    height, width = graph.size
+    photos = [image_tensor(photo.resize((width, height))) for photo in photo_parts(training=False)]
+    mirrored = [photo.flip(2) for photo in photos]
+    return list(islice(_telling(graph, [*photos, *mirrored]), COMPARED)) or photos[:1]
+
+
+def _telling(graph: DetectorGraph, photos: list[Tensor]) -> Iterator[Tensor]:
+    """Photos in which the same is found with and without a little noise."""
+    generator = torch.Generator().manual_seed(0)
+    for photo in photos:
+        noise = NOISE * torch.randn(photo.shape, generator=generator)
+        with torch.no_grad():
+            (boxes, labels, *_), (moved, same, *_) = graph(photo), graph(photo + noise)
+        if len(boxes) and torch.equal(labels, same) and torch.allclose(boxes, moved, rtol=0, atol=0.5):
+            yield photo
+
+
+OUTPUTS = ("boxes", "labels", "scores", "masks")
+"""Of a file, in order; the masks of Mask R-CNN only."""
+
+
+class ExportedDetector(nn.Module):
+    """A file for images of a fixed ``size``, called like a detector: images of any size, results in their pixels.
+
+    An image is resized to fit, and padded at the bottom and on the right with the colour that counts as zero.
+    """
+
+    def __init__(self, model: ExportedModel) -> None:
+        super().__init__()
+        self.model, self.metadata = model, model.metadata
+        self.config = DetectorConfig.from_dict(self.metadata["config"])
+        self.size = size_pair(self.metadata["size"])
+        self.padding = torch.tensor(self.metadata["padding"]).reshape(3, 1, 1)
+
+    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+        """Images (3, h, w) with values from 0 to 1 to ``boxes``, ``labels``, ``scores`` and perhaps ``masks``."""
+        return [self._found(image) for image in images]
+
+    def _found(self, image: Tensor) -> dict[str, Tensor]:
+        height, width = image.shape[1:]
+        scale = min(self.size[0] / height, self.size[1] / width)
+        used = max(1, round(height * scale)), max(1, round(width * scale))
+        whole = self.padding.to(image).repeat(1, *self.size)
+        whole[:, : used[0], : used[1]] = F.interpolate(image[None], used, mode="bilinear")[0]
+        found = dict(zip(OUTPUTS, self.model(whole), strict=False))
+        inside = (found["boxes"][:, 0] <= used[1]) & (found["boxes"][:, 1] <= used[0])
+        found = {name: values[inside] for name, values in found.items()}
+        boxes = resize_boxes(found["boxes"], used, (height, width))
+        found["boxes"] = clip_boxes_to_image(boxes, (height, width))
+        if "masks" in found:
+            found["masks"] = paste_masks_in_image(found["masks"], boxes, (height, width))
+        return found
+
+
+def load_exported_detector(path: str | Path) -> ExportedDetector:
+    """The detector of a ``.onnx`` or ``.pt2`` file."""
+    model = load_exported(path)
+    kind = model.metadata["kind"]
+    if kind != "detector":
+        raise CheckpointError(f"{path} is an exported {kind}; a detector was asked for, and nothing was loaded")
+    try:
+        return ExportedDetector(model)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path} does not describe its detector ({error}); nothing was loaded") from error

@@ -1,0 +1,129 @@
+"""Whether a file computes what its model does.
+
+From a module to a file that was seen to compute the same: what the export of any kind of model shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import check_choice
+from ..files import written_whole
+from .runtime import as_tuple, load_exported
+from .writers import Shapes, check_onnx, trace, write_onnx, write_pt2
+
+TOLERANCE = 1e-4
+"""Largest difference of an output in float32, relative to its largest value, or to 1 if that is smaller."""
+
+
+class ExportError(ValueError):
+    """An exported file does not compute what its model does; it was not kept."""
+
+
+class Difference(NamedTuple):
+    """How far a file was off: the shape of its input, the largest difference and the largest value of an output."""
+
+    shape: tuple[int, ...]
+    difference: float
+    largest: float
+
+
+def compare(run: Callable[..., Any], expected: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Difference:
+    """The worst of the outputs of both functions, compared; too large a difference is an error."""
+    shape = tuple(inputs[0].shape)
+    with torch.no_grad():
+        pairs = zip(as_tuple(run(*inputs)), as_tuple(expected(*inputs)), strict=True)
+    worst = max((_difference(shape, *pair) for pair in pairs), key=lambda one: one.difference / one.largest)
+    if not worst.difference <= TOLERANCE * worst.largest:
+        raise ExportError(
+            f"the exported file differs from its model by {worst.difference:.2g} on an input of {shape}, where outputs "
+            f"reach {worst.largest:.2g}; no file was kept"
+        )
+    return worst
+
+
+def _difference(shape: tuple[int, ...], got: Tensor, wanted: Tensor) -> Difference:
+    if got.shape != wanted.shape:
+        raise ExportError(
+            f"the exported file makes {tuple(got.shape)} of an input of {shape}, its model {tuple(wanted.shape)}; "
+            "no file was kept"
+        )
+    if not got.numel():
+        return Difference(shape, 0.0, 1.0)
+    error = (got.double() - wanted.double()).abs().max().item()
+    return Difference(shape, error, max(1.0, wanted.abs().max().item()))
+
+
+FORMATS = ("onnx", "pt2")
+
+Tell = Callable[[int, int], None]
+"""Told of progress: steps done, steps in all."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that was written, what it says about itself, and how far it was off at the sizes that were tried."""
+
+    path: Path
+    metadata: dict[str, Any]
+    differences: tuple[Difference, ...]
+
+
+def export_checked(
+    module: nn.Module,
+    examples: Sequence[tuple[Tensor, ...]],
+    path: str | Path,
+    *,
+    format: str,
+    metadata: Mapping[str, Any],
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    dynamic_shapes: Shapes = None,
+    expected: Callable[..., Any] | None = None,
+    overwrite: bool = False,
+    tell: Tell | None = None,
+) -> Exported:
+    """Trace ``module`` on the first example, write the file, and compare its outputs on all examples.
+
+    ``expected`` is what they are compared with, ``module`` itself by default. The file appears only if they agree.
+    """
+    path = check_target(path, format)
+    steps = len(examples) + 2
+    done = iter(range(1, steps + 1))
+
+    def step() -> None:
+        if tell is not None:
+            tell(next(done), steps)
+
+    with written_whole(path, overwrite=overwrite) as temporary:
+        program = trace(module, examples[0], dynamic_shapes)
+        step()
+        if format == "onnx":
+            names = {"input_names": input_names, "output_names": output_names}
+            write_onnx(program, temporary, **names, metadata=metadata, dynamic_shapes=dynamic_shapes)
+        else:
+            write_pt2(program, temporary, metadata=metadata)
+        step()
+        run = load_exported(temporary)
+        differences = []
+        for example in examples:
+            differences.append(compare(run, expected or module, example))
+            step()
+    return Exported(path, dict(metadata), tuple(differences))
+
+
+def check_target(path: str | Path, format: str) -> Path:
+    """The path, if its name fits the format and the format can be written here."""
+    check_choice("format", format, FORMATS)
+    path = Path(path)
+    if path.suffix != f".{format}":
+        raise ValueError(f"{path.name} should end in .{format}, as the format is {format}")
+    if format == "onnx":
+        check_onnx()
+    return path

@@ -1,0 +1,78 @@
+"""Every model of the zoo in timm's registry: ``timm.create_model("vision_longformer_small", img_size=512)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import timm
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor
+
+from . import VisionLongformer
+from .adapt import adapt_state
+from .config import ModelConfig
+from .zoo import MODELS, model_config
+
+__all__: list[str] = []
+
+
+FIRST_CONV, CLASSIFIER = "stages.0.patch_embed.proj", "head"
+FITTED_BY_TIMM = (f"{FIRST_CONV}.weight", f"{CLASSIFIER}.")
+
+
+def checkpoint_filter_fn(state: dict[str, Tensor], model: VisionLongformer) -> dict[str, Tensor]:
+    """Weights of another image size or window, their tables resized to the model's.
+
+    The first convolution and the head stay as they are, for timm itself fits them to other channels and classes.
+    """
+    own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(FITTED_BY_TIMM)}
+    given = {name: tensor for name, tensor in state.items() if name.startswith(FITTED_BY_TIMM)}
+    others = {name: tensor for name, tensor in state.items() if name not in given}
+    return {**adapt_state({**own, **others}, model)[0], **given}
+
+
+def data_config(config: ModelConfig) -> dict[str, Any]:
+    """What timm's loader of weights and its transforms need to know of a model."""
+    return {
+        "num_classes": config.num_classes,
+        "input_size": (config.in_chans, *config.img_size),
+        "crop_pct": 0.875 if config.img_size[0] <= 224 else 0.922,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": FIRST_CONV,
+        "classifier": CLASSIFIER,
+    }
+
+
+def _entry_point(name: str, config: ModelConfig) -> Callable[..., Any]:
+    def create(pretrained: bool = False, **options: Any) -> Any:
+        stages = options.get("stages", config.stages)
+        out_indices = options.pop("out_indices", tuple(range(len(stages))))
+        return build_model_with_cfg(
+            VisionLongformer,
+            name,
+            pretrained,
+            pretrained_filter_fn=checkpoint_filter_fn,
+            feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+            config=config,
+            **options,
+        )
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"{name} of the zoo; options override fields of its ModelConfig."
+    return create
+
+
+def create_model(name: str, **options: Any) -> Any:
+    """A model of the zoo by name, as timm would make it; an unknown name is refused with the nearest ones."""
+    model_config(name)
+    return timm.create_model(name, **options)
+
+
+default_cfgs = generate_default_cfgs({name: data_config(config) for name, config in MODELS.items()})
+
+for _name, _config in MODELS.items():
+    register_model(_entry_point(_name, _config))

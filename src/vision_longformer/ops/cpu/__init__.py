@@ -1,0 +1,1 @@
+"""One fused kernel in C++ (``csrc/``) for CPUs."""

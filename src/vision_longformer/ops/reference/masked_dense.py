@@ -1,0 +1,81 @@
+"""The oracle: full attention with everything outside the window masked. Plain, quadratic, for checking the others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...geometry import BLOCKS, is_cyclic
+from ..chunks import neighbour_block, pad_map, table_lookup
+from ..spec import LocalSpec
+
+
+def refusal(spec: LocalSpec, q: Tensor) -> str | None:
+    return None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, global_bias: Tensor | None, neighbour: Tensor | None,
+    spec: LocalSpec,
+) -> Tensor:  # fmt: skip
+    """Shapes as in :func:`~vision_longformer.ops.local_attention`."""
+    grid, global_tokens = spec.grid, k.shape[1] - spec.grid.tokens
+    rows, columns = (_Axis(length, spec, q.device) for length in grid)
+    seen = _seen(rows, columns, neighbour, spec)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, _images(k[:, global_tokens:], rows, columns, spec)) * spec.scale
+    if bias is not None:
+        pairs = table_lookup(bias, rows.offset, columns.offset)
+        scores = scores + pairs.transpose(2, 3).reshape(-1, *seen.shape)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    to_global = torch.einsum("bqhd,bkhd->bhqk", q, k[:, :global_tokens]) * spec.scale
+    if global_bias is not None:
+        to_global = to_global + global_bias[:, None]
+    weights = torch.cat([to_global, scores], -1).softmax(-1)
+    values = torch.cat([v[:, :global_tokens], _images(v[:, global_tokens:], rows, columns, spec)], 1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, values)
+
+
+class _Axis:
+    """One axis: queries 0..n-1 against keys in unwrapped coordinates, all tables (n, keys).
+
+    The keys are the axis itself or, for the cyclic rules, it padded to whole chunks and repeated before and after.
+    """
+
+    def __init__(self, length: int, spec: LocalSpec, device: torch.device) -> None:
+        window, cyclic = spec.window, is_cyclic(spec.rule)
+        self.padded = -(-length // window) * window if cyclic else length
+        self.copies = 3 if cyclic else 1
+        query = torch.arange(length, device=device)[:, None]
+        stored = torch.arange(self.padded, device=device)
+        copy = torch.arange(self.copies, device=device)[:, None] - self.copies // 2
+        key = (copy * self.padded + stored).flatten()
+        distance = query - key
+        self.block = key.div(window, rounding_mode="floor") - query.div(window, rounding_mode="floor")
+        self.offset = distance.div(spec.dilation, rounding_mode="floor")
+        near = self.block.abs() <= 1
+        if spec.rule == "exact":
+            near = (distance.abs() <= window * spec.dilation) & (distance % spec.dilation == 0)
+        counts = stored < length
+        if spec.rule == "cyclic_release":
+            counts = counts | (copy != 0)
+        self.seen = near & counts.expand(self.copies, -1).flatten()
+
+
+def _seen(rows: _Axis, columns: _Axis, neighbour: Tensor | None, spec: LocalSpec) -> Tensor:
+    """Which keys (second axis) each query sees, boolean (N, keys)."""
+    seen = rows.seen[:, None, :, None] & columns.seen[None, :, None, :]
+    if spec.neighbours != "all":
+        block = (rows.block[:, None, :, None], columns.block[None, :, None, :])
+        wanted = (block[0] == 0) & (block[1] == 0)
+        if neighbour is not None:
+            row, column = torch.tensor(BLOCKS, device=seen.device)[neighbour_block(neighbour)]
+            wanted = wanted | ((block[0] == row) & (block[1] == column))
+        seen = seen & wanted
+    return seen.flatten(2, 3).flatten(0, 1)
+
+
+def _images(tokens: Tensor, rows: _Axis, columns: _Axis, spec: LocalSpec) -> Tensor:
+    """The key map (B, N, heads, dim) padded and repeated as the axes say."""
+    image = tokens.unflatten(1, tuple(spec.grid))
+    image = pad_map(image, 1, rows.padded - spec.grid.height, columns.padded - spec.grid.width)
+    return image.repeat(1, rows.copies, columns.copies, 1, 1).flatten(1, 2)

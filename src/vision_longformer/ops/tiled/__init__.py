@@ -1,0 +1,1 @@
+"""The fastest implementation in PyTorch alone: strips of chunk rows, a few tiles at a time."""

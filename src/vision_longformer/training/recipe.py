@@ -1,0 +1,326 @@
+"""What classification and detection recipes have in common: optimisation, schedule, and how a run behaves.
+
+Values between YAML and dataclass fields: numbers, tuples, and what a field asks for in words.
+
+Recipes as files: small YAML deltas on a dataclass's defaults, shipped with the package or written by the user.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
+
+from ..errors import check_at_least, check_choice, check_fraction, unknown_name
+from ..models.config import NEIGHBOURS
+
+OPTIMIZERS = ("adamw", "sgd", "release_adamw", "release_qhm")
+SCHEDULES = ("cosine", "linear", "multistep", "constant", "release_cosine")
+PRECISIONS = ("fp32", "bf16", "fp16")
+DECAYS = ("matrices", "release", "all")
+STRATEGIES = ("ddp", "fsdp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Settings of a training run.
+
+    Args:
+        about: what the recipe is for, in a line.
+        seed: of everything random; the same seed gives the same run.
+        epochs: passes over the training set.
+        steps: stop after this many optimiser steps instead of whole epochs.
+        batch_size: images per optimiser step, over all processes.
+        accumulate: parts into which a process splits its share of the batch, to save memory.
+        precision: fp32, bf16 or fp16.
+        compile: compile the model with torch.compile.
+        grad_checkpointing: recompute blocks in backward, to save memory.
+        strategy: over several processes, ddp, or fsdp (FSDP2) to shard parameters.
+        optimizer: adamw, sgd; release_adamw and release_qhm step as the authors' release does.
+        lr: peak learning rate.
+        lr_batch: the batch size that lr is stated for; it is scaled to batch_size. None: not scaled.
+        beta2: of adamw and release_adamw, the decay of squared gradients.
+        momentum: of sgd and release_qhm.
+        weight_decay: decoupled for adamw.
+        decay: what decays: matrices (no biases, norms, tokens, position tables), release (its grouping) or all.
+        clip_norm: largest norm of the whole gradient; None for no limit.
+        schedule: cosine, linear, multistep, constant; release_cosine counts the steps of warm-up too.
+        warmup: epochs of linear warm-up.
+        warmup_steps: the same in optimiser steps, instead of epochs.
+        warmup_factor: of the first step's learning rate.
+        min_lr: where the schedule ends.
+        milestones: of multistep, fractions of the run at which the rate falls to a tenth.
+        ema: decay of an exponential moving average of the weights, which is then evaluated and saved; None for none.
+        workers: data-loading processes.
+        checkpoint_minutes: time between checkpoints; there is one after each epoch as well.
+        log_every: steps between lines of metrics.
+        eval_every: epochs between evaluations.
+    """
+
+    about: str = ""
+    seed: int = 0
+    epochs: int = 300
+    steps: int | None = None
+    batch_size: int = 1024
+    accumulate: int = 1
+    precision: str = "fp32"
+    compile: bool = False
+    grad_checkpointing: bool = False
+    strategy: str = "ddp"
+    optimizer: str = "adamw"
+    lr: float = 1e-3
+    lr_batch: int | None = None
+    beta2: float = 0.999
+    momentum: float = 0.9
+    weight_decay: float = 0.1
+    decay: str = "matrices"
+    clip_norm: float | None = None
+    schedule: str = "cosine"
+    warmup: float = 5.0
+    warmup_steps: int | None = None
+    warmup_factor: float = 0.002
+    min_lr: float = 1e-6
+    milestones: tuple[float, ...] = ()
+    ema: float | None = None
+    workers: int = 2
+    checkpoint_minutes: float = 10.0
+    log_every: int = 50
+    eval_every: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "accumulate", "log_every", "eval_every"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("seed", "workers"):
+            check_at_least(name, getattr(self, name), 0)
+        for name in ("steps", "lr_batch", "warmup_steps"):
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name), 1)
+        for name, choices in (
+            ("precision", PRECISIONS),
+            ("optimizer", OPTIMIZERS),
+            ("schedule", SCHEDULES),
+            ("decay", DECAYS),
+            ("strategy", STRATEGIES),
+        ):
+            check_choice(name, getattr(self, name), choices)
+        if self.lr <= 0:
+            raise ValueError(f"lr is {self.lr}; it must be positive")
+        for name in ("weight_decay", "warmup", "min_lr", "checkpoint_minutes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise ValueError(f"ema is {self.ema}; it must be at least 0 and below 1, such as 0.9999")
+        if list(self.milestones) != sorted(self.milestones) or not all(0 < at < 1 for at in self.milestones):
+            raise ValueError(f"milestones are {self.milestones}; give rising fractions of the run, as [0.66, 0.88]")
+
+    def count_warmup(self, steps_per_epoch: int) -> int:
+        """Steps of warm-up."""
+        return round(self.warmup * steps_per_epoch) if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def scaled_lr(self) -> float:
+        """The peak learning rate for this batch size."""
+        return self.lr * self.batch_size / self.lr_batch if self.lr_batch else self.lr
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneSettings(TrainSettings):
+    """Settings of a run that trains a Vision Longformer.
+
+    Args:
+        model: a name from 'vil models'.
+        model_options: fields of its configuration to change, such as {"global_pool": "token"}; stages as data.
+        drop_path: rate of dropped residual branches in the last block; it grows linearly with depth.
+        neighbours: what local attention sees in training: all, self, or random (random shift).
+        shift_until: with random, the fraction of the run after which all neighbours are seen.
+    """
+
+    model: str = "vision_longformer_tiny"
+    model_options: dict[str, Any] = field(default_factory=dict)
+    drop_path: float = 0.1
+    neighbours: str = "all"
+    shift_until: float = 0.75
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("neighbours", self.neighbours, NEIGHBOURS)
+        for name in ("drop_path", "shift_until"):
+            check_fraction(name, getattr(self, name))
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number, as it is everywhere else; PyYAML wants 1.0e-3."""
+
+
+class RecipeDumper(yaml.SafeDumper):
+    """Lists on one line; quotes around strings that :class:`RecipeLoader` would take for numbers."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        return super().represent_sequence(tag, sequence, flow_style=True)
+
+
+for _class in (RecipeLoader, RecipeDumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+
+def as_type(value: Any, expected: Any) -> Any:
+    """``value`` for a field of type ``expected``: whole numbers become floats, and lists tuples, where it has them.
+
+    TypeError if it is something else.
+    """
+    origin, options = get_origin(expected), get_args(expected)
+    if origin is UnionType:
+        return None if value is None else as_type(value, _not_none(options))
+    if origin is tuple and isinstance(value, (list, tuple)):
+        items = options[:1] * len(value) if options[-1] is ... else options
+        if len(items) == len(value):
+            return tuple(as_type(item, option) for item, option in zip(value, items, strict=True))
+    elif expected is float:
+        if type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+    elif type(value) is (origin or expected):
+        return value
+    raise TypeError(f"{value!r} is not {in_words(expected)}")
+
+
+def in_words(expected: Any) -> str:
+    """What a type asks for, as a sentence would say it."""
+    origin, options = get_origin(expected), get_args(expected)
+    if origin is UnionType:
+        return f"{in_words(_not_none(options))}, or null"
+    if origin is tuple:
+        return "a list of numbers" if options[-1] is ... else f"a list of {len(options)} numbers"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "keys with values"}
+    return words[origin or expected]
+
+
+def _not_none(options: tuple[Any, ...]) -> Any:
+    """The type beside None in an optional one."""
+    (option,) = (option for option in options if option is not type(None))
+    return option
+
+
+T = TypeVar("T")
+
+SHIPPED = Path(__file__).parents[1] / "recipes"
+"""One folder of files per kind of recipe."""
+
+BASE = "base"
+"""The key that names the recipe of which a file states the differences."""
+
+
+def recipe_names(kind: str) -> list[str]:
+    """The shipped recipes of a ``kind``, such as "classification"."""
+    return sorted(path.stem for path in (SHIPPED / kind).glob("*.yaml"))
+
+
+def load_recipe(kind: str, name_or_path: str) -> dict[str, Any]:
+    """What a recipe changes of the defaults, by key: a shipped one by name, or a ``.yaml`` file.
+
+    A file may start from another by ``base: NAME``, or by a path as seen from its own folder. A key of the file
+    replaces that of its base as a whole, ``model_options`` too.
+    """
+    values: dict[str, Any] = {}
+    chain: list[str] = []
+    following: str | None = name_or_path
+    while following is not None:
+        chain.append(following)
+        if following in chain[:-1]:
+            raise ValueError(f"recipe {' → '.join(chain)} has itself for its base; a chain of bases must end")
+        delta = _parse(following, _read(kind, following))
+        base = delta.pop(BASE, None)
+        values = {**delta, **values}
+        following = None if base is None else _beside(following, base)
+    return values
+
+
+def _read(kind: str, name_or_path: str) -> str:
+    if not _is_path(name_or_path):
+        names = recipe_names(kind)
+        if name_or_path not in names:
+            raise unknown_name("recipe", name_or_path, names)
+        return (SHIPPED / kind / f"{name_or_path}.yaml").read_text(encoding="utf-8")
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no recipe file {path}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def _beside(recipe: str, base: object) -> str:
+    """The base that ``recipe`` names, a path taken from its folder."""
+    if not isinstance(base, str):
+        raise ValueError(f"{recipe}: {BASE} is {base!r}; it must be the name of a recipe or a .yaml file")
+    return os.path.normpath(Path(recipe).parent / base) if _is_path(base) else base
+
+
+def _parse(recipe: str, text: str) -> dict[str, Any]:
+    try:
+        data = yaml.load(text, RecipeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = 1 + (error.problem_mark.line if error.problem_mark else 0)
+        raise ValueError(f"{recipe}, line {line}: {error.problem}; write lines of 'key: value'") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{recipe} is not YAML: {' '.join(str(error).split())}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ValueError(f"{recipe} is not a recipe; write lines of 'key: value'")
+    return data
+
+
+def parse_values(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Values of a command line, each read as it would be in a file; what is not YAML is taken for text."""
+    values: dict[str, Any] = {}
+    for key, text in texts.items():
+        try:
+            values[key] = yaml.load(text, RecipeLoader)
+        except yaml.YAMLError:
+            values[key] = text
+    return values
+
+
+def build(cls: type[T], values: Mapping[str, Any], source: str) -> T:
+    """The dataclass ``cls`` with ``values`` for some of its fields, as YAML gives them; messages name ``source``."""
+    types = get_type_hints(cls)
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    converted = {}
+    for key, value in values.items():
+        if key not in names:
+            raise ValueError(f"{source}: {unknown_name('key', key, names)}")
+        try:
+            converted[key] = as_type(value, types[key])
+        except TypeError:
+            raise ValueError(f"{source}: {key} is {value!r}; it must be {in_words(types[key])}") from None
+    try:
+        return cls(**converted)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def to_yaml(recipe: Any, *, changed_only: bool = False) -> str:
+    """A recipe as a file that :func:`load_recipe` reads: every field, or only those that differ from the defaults."""
+    values = asdict(recipe)
+    if changed_only:
+        values = {field.name: values[field.name] for field in fields(recipe) if _changed(recipe, field)}
+    return yaml.dump(values, Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, width=math.inf)
+
+
+def _changed(recipe: Any, field: Field[Any]) -> bool:
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return bool(getattr(recipe, field.name) != default)

@@ -1,0 +1,261 @@
+"""What several test files share: cases of local attention, comparison with the oracle, small models and detectors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pycocotools import mask as rle
+from torch import Tensor
+
+from vision_longformer import ModelConfig, StageConfig, VisionLongformer, local_attention
+from vision_longformer.detection.checkpoint import save_detector
+from vision_longformer.detection.config import DetectorConfig
+from vision_longformer.detection.dataset import open_detection
+from vision_longformer.detection.detectors import build_detector
+from vision_longformer.geometry import Grid
+from vision_longformer.models import config as cfg
+from vision_longformer.ops import why_not
+from vision_longformer.ops.spec import LocalSpec
+from vision_longformer.training.task import Observer
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest difference to the float64 oracle, relative to the largest value, by dtype."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of local attention but for its numbers; ``neighbours`` is "all", "self", an int or a tensor."""
+
+    grid: tuple[int, int] = (5, 9)
+    window: int = 2
+    rule: str = "chunk"
+    neighbours: Any = "all"
+    global_tokens: int = 1
+    bias: bool = True
+    global_bias: bool = True
+    dilation: int | tuple[int, ...] = 1
+    batch: int = 2
+    heads: int = 2
+    dim: int = 4
+    scale: float | None = None
+    seed: int = 0
+
+    def tensors(
+        self, dtype: torch.dtype = torch.float64, *, grad: bool = True, precision: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """Random q, k, v and biases, and ``weight``, which the output is weighted by to have gradients.
+
+        ``precision`` rounds the numbers to another dtype on the way.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        tokens, side = Grid(*self.grid).tokens, 4 * self.window - 1
+        shapes = {"q": (self.batch, tokens, self.heads, self.dim)}
+        shapes["k"] = shapes["v"] = (self.batch, self.global_tokens + tokens, self.heads, self.dim)
+        if self.bias:
+            shapes["bias"] = (self.heads, side, side)
+        if self.global_bias:
+            shapes["global_bias"] = (self.heads, self.global_tokens)
+        shapes["weight"] = shapes["q"]
+        drawn = {}
+        for name, shape in shapes.items():
+            numbers = torch.randn(shape, generator=generator, dtype=torch.float64).to(precision or dtype)
+            drawn[name] = numbers.to(dtype).requires_grad_(grad and name != "weight")
+        return drawn
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of :func:`local_attention` beside the tensors and the grid."""
+        return {name: getattr(self, name) for name in ("window", "rule", "neighbours", "dilation", "scale")}
+
+    def refusal(self, implementation: str, dtype: torch.dtype = torch.float64, *, grad: bool = True) -> str | None:
+        """Why the implementation cannot run this case."""
+        kind = self.neighbours if isinstance(self.neighbours, str) else "one"
+        steps = (self.dilation,) if isinstance(self.dilation, int) else self.dilation
+        q = self.tensors(dtype, grad=grad)["q"]
+        scale = self.dim**-0.5 if self.scale is None else self.scale
+        specs = [LocalSpec(Grid(*self.grid), self.window, self.rule, kind, step, scale) for step in steps]
+        return next((reason for spec in specs if (reason := why_not(implementation, spec, q))), None)
+
+
+def run(implementation: str, case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The output of a case and the gradient of every input that requires one."""
+    inputs = {name: x for name, x in tensors.items() if name != "weight"}
+    out = local_attention(**inputs, grid=case.grid, **case.options(), implementation=implementation)
+    results = {"output": out.detach()}
+    wanted = {name: x for name, x in inputs.items() if x.requires_grad}
+    if wanted:
+        grads = torch.autograd.grad((out * tensors["weight"]).sum(), list(wanted.values()))
+        results |= {f"gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
+    return results
+
+
+def compare(implementation: str, case: Case, dtype: torch.dtype = torch.float64) -> None:
+    """Outputs and gradients of an implementation agree with the float64 oracle on the same, rounded, numbers.
+
+    An implementation that refuses inputs which require gradients is compared by its outputs alone.
+    """
+    grad = case.refusal(implementation, dtype, grad=True) is None
+    oracle = run("masked_dense", case, case.tensors(grad=grad, precision=dtype))
+    got = run(implementation, case, case.tensors(dtype, grad=grad))
+    for name, expected in oracle.items():
+        assert got[name].dtype == dtype
+        assert_close(got[name], expected, TOLERANCES[dtype], f"{name} of {implementation} in {case}")
+
+
+def assert_close(got: Tensor, expected: Tensor, tolerance: float, what: str = "result") -> None:
+    """Equal shapes, and no entry further off than ``tolerance`` times the largest expected entry (1, if smaller)."""
+    assert got.shape == expected.shape, f"{what} is {tuple(got.shape)}, not {tuple(expected.shape)}"
+    if expected.numel() == 0:
+        return
+    assert torch.isfinite(got).all(), f"{what} is not finite"
+    error = (got.double() - expected.double()).abs().max().item()
+    largest = max(1.0, expected.abs().max().item())
+    assert error <= tolerance * largest, f"{what} is off by {error:.2e}, the largest value being {largest:.2e}"
+
+
+# Small models: every family and mechanism, shallow and narrow, for images of 64×64
+
+
+def small_config(
+    *mechanisms: cfg.AttentionConfig,
+    position: str = "absolute",
+    tokens: tuple[int, ...] | None = None,
+    patches: tuple[int, ...] | None = None,
+    depth: tuple[int, ...] | None = None,
+    **options: Any,
+) -> ModelConfig:
+    """One stage per mechanism: widths 8, 8, 16, 16, …, patches of 4, 2, 2, …, one block each, for five classes."""
+    count = len(mechanisms)
+    patches = patches or (4, *[2] * (count - 1))
+    tokens = tokens or (1,) * count
+    depth = depth or (1,) * count
+    stages = [
+        StageConfig(8 if index < 2 else 16, depth[index], 2, patches[index], mechanism, tokens[index], position)
+        for index, mechanism in enumerate(mechanisms)
+    ]
+    return ModelConfig(tuple(stages), **{"img_size": (64, 64), "num_classes": 5, **options})
+
+
+def _small_models() -> dict[str, ModelConfig]:
+    local, full, linear = cfg.Longformer(window=2), cfg.Full(), cfg.Linformer(6)
+    last_without = (1, 1, 1, 0)
+    sra = [cfg.SpatialReduction(ratio) for ratio in (16, 8, 4, 2)]
+    separate = cfg.Longformer(window=2, share_weights=False)
+    models = {
+        "vil": small_config(*[local] * 4, position="relative", tokens=last_without, depth=(1, 1, 2, 1)),
+        "vil_ape": small_config(*[local] * 4, tokens=last_without),
+        "vil_exact": small_config(*[cfg.Longformer(window=2, rule="exact")] * 3, position="relative"),
+        "vil_cyclic": small_config(*[cfg.Longformer(window=3, rule="cyclic")] * 3, position="relative"),
+        "vil_separate": small_config(*[separate] * 3, position="relative", tokens=(2, 2, 2), global_pool="token"),
+        "vil_no_tokens": small_config(*[local] * 3, position="relative", tokens=(0, 0, 0)),
+        "partial_vil": small_config(local, local, full, full, position="relative", tokens=last_without),
+        "full": small_config(*[full] * 4, tokens=last_without),
+        "full_relative": small_config(*[full] * 3, position="relative", global_pool="token", patches=(8, 2, 2)),
+        "linformer": small_config(*[linear] * 4, tokens=last_without),
+        "partial_linformer": small_config(cfg.Linformer(6, share_kv=False), linear, full, full, tokens=last_without),
+        "sra64": small_config(*sra, tokens=last_without),
+        "partial_sra32": small_config(*sra[1:3], full, full, tokens=last_without),
+        "global": small_config(*[cfg.GlobalMemory()] * 4, tokens=(4, 4, 2, 2)),
+        "partial_global": small_config(
+            cfg.GlobalMemory(), cfg.GlobalMemory(), full, full, position="relative", tokens=(3, 2, 1, 1)
+        ),
+        "performer": small_config(*[cfg.Performer(8)] * 4, tokens=last_without),
+        "partial_performer": small_config(cfg.Performer(8), cfg.Performer(8), full, full, tokens=last_without),
+        "three_stages": small_config(local, local, full, patches=(8, 2, 2), position="relative", tokens=(1, 1, 0)),
+        "two_stages": small_config(local, full, position="none", tokens=(0, 0)),
+        "five_stages": small_config(*[local] * 5, patches=(2,) * 5, position="relative"),
+        "flat": small_config(full, patches=(16,), depth=(3,), global_pool="token"),
+        "flat_1d": small_config(full, patches=(16,), position="absolute_1d", tokens=(2,)),
+        "carried": small_config(local, local, full, position="relative", tokens=(2, 2, 2), carry_global_tokens=True),
+        "dropped_rest": small_config(local, local, full, position="relative", patch_remainder="drop"),
+    }
+    plain = {"norm_embed": False, "qkv_bias": False, "qk_scale": 0.3, "mlp_ratio": 2.0}
+    return models | {"plain": small_config(local, full, position="relative", **plain)}
+
+
+SMALL_MODELS = _small_models()
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> VisionLongformer:
+    """A small model by name, seeded, with biases and tables large enough to matter."""
+    torch.manual_seed(1)
+    model = VisionLongformer(SMALL_MODELS[name], **options)
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype)
+
+
+def image(height: int = 64, width: int = 64, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+# Training
+
+
+class StopAt(Observer):
+    """Ends the process's work after a step, as ``kill -9`` would: nothing is saved."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def step(self, step: int) -> None:
+        if step == self._step:
+            raise KeyboardInterrupt
+
+
+# Detectors and data sets
+
+SMALL_DETECTOR: dict[str, Any] = {
+    "channels": 8,
+    "min_size": (64,),
+    "max_size": 96,
+    "box_width": 16,
+    "mask_channels": 8,
+    "mask_layers": 1,
+    "score_threshold": 0.0,
+    "detections": 5,
+}
+
+
+def write_detector(path: Path, categories: list[str] | None, kind: str = "mask_rcnn", num_classes: int = 10) -> Path:
+    """An untrained one, which finds five things in every image; it knows its categories' names if they are given."""
+    torch.manual_seed(0)
+    model = build_detector(DetectorConfig(kind, "test_resnet", num_classes, **SMALL_DETECTOR))
+    named = [{"id": number, "name": name} for number, name in enumerate(categories or (), 1)]
+    return save_detector(model, path, info={"categories": named} if categories else None)
+
+
+def write_garments(folder: Path, *splits: tuple[str, int]) -> Path:
+    """Images of the built-in data with their annotations: so many of each split, into files of its name."""
+    (folder / "annotations").mkdir()
+    for split, count in splits:
+        data = open_detection("garments:96", "train" if "train" in split else "validation")
+        content: dict[str, Any] = {"images": [], "annotations": []}
+        content["categories"] = [category._asdict() for category in data.categories]
+        (folder / split).mkdir()
+        for index in range(count):
+            image, target = data.read(index)
+            name = f"{index}.png"
+            image.save(folder / split / name)
+            content["images"].append({"id": index, "file_name": name, "width": image.width, "height": image.height})
+            assert target.masks is not None
+            for box, label, mask in zip(target.boxes.tolist(), target.labels.tolist(), target.masks, strict=True):
+                coded = rle.encode(mask.numpy().astype("uint8", order="F"))
+                left, top, right, bottom = box
+                content["annotations"].append(
+                    {
+                        "id": len(content["annotations"]) + 1,
+                        "image_id": index,
+                        "category_id": data.categories[label - 1].id,
+                        "bbox": [left, top, right - left, bottom - top],
+                        "area": float(rle.area(coded)),
+                        "iscrowd": 0,
+                        "segmentation": {"size": coded["size"], "counts": coded["counts"].decode()},
+                    }
+                )
+        (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(content))
+    return folder

@@ -1,0 +1,264 @@
+"""The command line: what commands print, and what mistakes look like."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import vision_longformer
+from vision_longformer import MODELS, load
+from vision_longformer.checkpoint.release import release_config
+from vision_longformer.cli.main import main
+from vision_longformer.cli.parser import Group, run_command
+from vision_longformer.costs import count_parameters, paper_macs
+from vision_longformer.ops import IMPLEMENTATIONS
+
+DATA = Path(__file__).parents[1] / "assets"
+ARCH = "l1,h1,d8,n1,s1,g1,p4,f3,a0_l2,h2,d16,n2,s1,g1,p2,f3,a0_l3,h2,d24,n2,s0,g1,p2,f3,a0_l4,h4,d32,n1,s0,g0,p2,f3,a0"
+
+
+@pytest.fixture
+def vil(capsys: pytest.CaptureFixture[str]) -> Any:
+    """A command line to its standard output; nothing may go to stderr."""
+
+    def run(*argv: str) -> str:
+        main(list(argv))
+        output, errors = capsys.readouterr()
+        assert errors == ""
+        return output
+
+    return run
+
+
+def _mistake(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The sentence that a wrong command line is answered with."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(argv))
+    output, errors = capsys.readouterr()
+    assert (stop.value.code, output) == (2, "")
+    assert errors.startswith("vil: ")
+    assert errors.endswith("\n")
+    assert "Traceback" not in errors
+    return errors.removeprefix("vil: ").strip()
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], ["doctor", "models", "cost", "table", "convert"]),
+        (["--help"], ["Show what a model costs"]),
+        (["--version"], ["vil 0.1.0"]),
+        (["table"], ["usage: vil table", "cost"]),
+        (["models", "--help"], ["usage: vil models", "[pattern]", "List the named models"]),
+        (["convert", "--help"], ["--arch", "--attn_type", "--only_glo", "--overwrite"]),
+    ],
+)
+def test_help(argv: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 0
+    output = capsys.readouterr().out
+    assert all(text in output for text in expected)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    epochs: int = 300
+    augment: bool = True
+
+
+def test_any_function_is_a_command() -> None:
+    """Positionals that may be left out, flags of both kinds, dataclasses with single fields overridden."""
+    calls = []
+
+    def train(data: str, out: str = "runs", /, *, recipe: Recipe = Recipe(), resume: bool = False) -> None:  # noqa: B008
+        """Train."""
+        calls.append((data, out, recipe, resume))
+
+    group = Group("", {"detect": Group("", {"train": train})})
+    run_command("vil", group, ["detect", "train", "coco"], "0")
+    options = ["--resume", "--recipe.epochs", "3", "--recipe.augment", "false"]
+    run_command("vil", group, ["detect", "train", "coco", "here", *options], "0")
+    assert calls == [("coco", "runs", Recipe(), False), ("coco", "here", Recipe(3, False), True)]
+
+
+def test_docstrings_become_help(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("docstring_parser")
+    with pytest.raises(SystemExit):
+        main(["cost", "--help"])
+    assert "image size as HEIGHTxWIDTH" in capsys.readouterr().out
+
+
+def test_doctor(vil: Any) -> None:
+    output = vil("doctor")
+    assert torch.__version__.split("+")[0] in output
+    assert "threads" in output
+    lines = {line.split()[0]: line for line in output.splitlines() if line.split()}
+    assert all("run here" in lines[name] for name in IMPLEMENTATIONS)
+    assert "can run here" in lines["masked_dense"]
+    assert "the rule must be 'exact'" in lines["unfold_nn"]
+
+
+def test_models(vil: Any) -> None:
+    output = vil("models", "vision_longformer_small*")
+    lines = {line.split()[0]: line.split()[1:] for line in output.splitlines() if "vision_longformer" in line}
+    assert lines["vision_longformer_small"] == ["224×224", "24.66", "4.862"]
+    assert len(lines) == 4
+
+
+def test_models_as_json(vil: Any) -> None:
+    rows = json.loads(vil("models", "--json"))
+    assert [row["model"] for row in rows] == list(MODELS)
+    for row in rows[::40]:
+        config = MODELS[row["model"]]
+        assert row["img_size"] == list(config.img_size)
+        assert (row["params"], row["macs"]) == (count_parameters(config).paper, paper_macs(config).total)
+
+
+def test_cost(vil: Any) -> None:
+    output = vil("cost", "vision_longformer_tiny", "--size", "97x143")
+    assert "97×143" in output
+    assert "as the paper counts" in output
+    assert "executed (auto)" in output
+    assert [line.split()[2] for line in output.splitlines() if "stage 1" in line] == ["25×36", "25×36"]
+
+
+def test_cost_as_json(vil: Any) -> None:
+    data = json.loads(vil("cost", "msvit_tiny_1_1_9_1_partial_vil", "--implementation", "masked_dense", "--json"))
+    assert data["size"] == [224, 224]
+    assert f"{data['paper']['total'] / 1e9:.4f}" == "1.3279"
+    assert data["executed"]["implementation"] == "masked_dense"
+    for count in (data["paper"], data["executed"]):
+        assert sum(stage["total"] for stage in count["stages"]) + count["head"] == count["total"]
+
+
+def test_one_number_is_a_square(vil: Any) -> None:
+    assert json.loads(vil("cost", "evit_tiny_patch16", "--size", "96", "--json"))["size"] == [96, 96]
+
+
+def test_table_cost(vil: Any) -> None:
+    output = vil("table", "cost")
+    assert "114 of 115 GFLOPs and 108 of 115 parameter counts" in output
+    assert sum(line.startswith("  ! ") for line in output.splitlines()) == 8
+    (line,) = [line for line in output.splitlines() if line.startswith("  SRA/64 small 1-2-8-1")]
+    assert line.split()[3:] == ["52.9", "52.9473", "+0.0473", "=", "3.97", "3.9679", "-0.0021", "="]
+
+
+def test_table_cost_for_programs(vil: Any) -> None:
+    data = json.loads(vil("table", "cost", "--json"))
+    assert data["summary"]["gflops"] == {"agree": 114, "of": 115}
+    assert sum(row["params"]["mark"] in "=t" for row in data["rows"]) == 108
+    flat = list(csv.DictReader(io.StringIO(vil("table", "cost", "--csv"))))
+    assert len(flat) == 115
+    assert [row["gflops_mark"] for row in flat] == [row["gflops"]["mark"] for row in data["rows"]]
+    assert flat[0]["params_paper"] == data["rows"][0]["params"]["paper"] == "5.7"
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["tabel"], "unknown command 'tabel'; did you mean 'table'?"),
+        (["table", "cots"], "unknown command 'table cots'; did you mean 'table cost'"),
+        (["--verbose"], "unrecognized arguments: --verbose"),
+        (["cost"], "the following arguments are required: model"),
+        (["cost", "vision_longformer_smal"], "did you mean 'vision_longformer_small'"),
+        (["models", "vision_longformer_smal"], "did you mean 'vision_longformer_small'"),
+        (["cost", "vision_longformer_tiny", "--size", "224x"], "image size is '224x'; write HEIGHTxWIDTH"),
+        (["cost", "vision_longformer_tiny", "--size", "0x224"], "image size is (0, 224)"),
+        (["cost", "vision_longformer_tiny", "--implementation", "tilde"], "unknown implementation 'tilde'"),
+        (["cost", "vision_longformer_tiny", "--implementation", "unfold_nn"], "cannot run this: unfold slides"),
+        (["cost", "vision_longformer_tiny", "--sise", "3"], "unrecognized arguments: --sise 3"),
+        (["table", "cost", "--json", "--csv"], "give --json or --csv, not both"),
+        (["convert", "a.pth", "b.safetensors"], "arguments are required: arch"),
+        (["convert", "no.pth", "b.safetensors", "--arch", "l1,h1,d8"], "there is no file no.pth"),
+        (["convert", "no.pth", "b.safetensors", "--arch", "l1", "--to", "vision_longformer_tin"], "did you mean"),
+        (["convert", "no.pth", "b.safetensors", "--arch", "l1", "--mode", "two"], "two"),
+    ],
+)
+def test_mistakes(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = _mistake(capsys, *argv)
+    assert sentence in message
+    assert "\n" not in message
+
+
+@pytest.fixture
+def released(tmp_path: Path) -> tuple[str, list[str], dict[str, torch.Tensor]]:
+    """A small file of the authors' release, the options that describe it, and its image and logits."""
+    with np.load(DATA / "golden" / "models" / "vil_rpb_4stage.npz") as file:
+        arrays = {name: torch.from_numpy(file[name]) for name in file.files}
+    state = {name.removeprefix("state/"): array for name, array in arrays.items() if name.startswith("state/")}
+    path = tmp_path / "released.pth"
+    torch.save({"net": state, "arch": "msvit"}, path)
+    return str(path), ["--arch", ARCH, "--img_size", "64"], arrays
+
+
+def _logits(path: Path, image: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return load(path)(image)
+
+
+def test_convert(released: Any, tmp_path: Path, vil: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    source, options, arrays = released
+    ours = tmp_path / "ours.safetensors"
+    assert f"wrote {ours}" in vil("convert", source, str(ours), *options)
+    torch.testing.assert_close(_logits(ours, arrays["x"]), arrays["logits"], atol=1e-9, rtol=1e-9)
+    assert f"{ours} exists" in _mistake(capsys, "convert", source, str(ours), *options)
+    vil("convert", source, str(ours), *options, "--overwrite", "--sw_exact", "-1", "--sharew", "true")
+    assert load(ours).config.stages[0].attention.rule == "cyclic_release"  # type: ignore[attr-defined]
+
+
+def test_convert_to_a_named_model(
+    released: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full attention becomes Longformer; the windows cover the map, so that the logits stay."""
+    source, options, arrays = released
+    config = release_config(ARCH.replace("s0", "s1"), img_size=64, num_classes=1000)
+    monkeypatch.setitem(MODELS, "toy", config)
+    named = tmp_path / "named.safetensors"
+    main(["convert", source, str(named), *options, "--to", "toy"])
+    assert "resized 3 tables" in capsys.readouterr().err
+    assert load(named).config == config.override(num_classes=5)
+    torch.testing.assert_close(_logits(named, arrays["x"]), arrays["logits"], atol=1e-9, rtol=1e-9)
+
+
+def test_convert_of_something_else(released: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, (_, arch, *size), _ = released
+    ours = tmp_path / "ours.safetensors"
+    assert "another model" in _mistake(capsys, "convert", source, str(ours), "--arch", arch.replace("n2", "n1"), *size)
+    assert "should end in .safetensors" in _mistake(
+        capsys, "convert", source, str(tmp_path / "ours.pt"), "--arch", arch, *size
+    )
+    Path(source).write_bytes(b"no checkpoint")
+    assert "nothing was loaded" in _mistake(capsys, "convert", source, str(ours), "--arch", arch)
+    assert not ours.exists()
+
+
+def test_the_command_is_installed() -> None:
+    (command,) = entry_points(group="console_scripts", name="vil")
+    assert command.load() is main
+
+
+def test_commands_import_nothing_heavy() -> None:
+    """Beside the package itself, whose own imports are not the command line's."""
+    folder = Path(vision_longformer.__file__).parent
+    code = f"""
+import sys, types
+package = types.ModuleType("vision_longformer")
+package.__path__ = [{str(folder)!r}]
+sys.modules["vision_longformer"] = package
+import vision_longformer.cli.main
+print("torch" in sys.modules, "timm" in sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]

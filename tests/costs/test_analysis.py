@@ -1,0 +1,225 @@
+"""Costs: the paper's tables to the printed digit, MACs by hand, and MACs really executed."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vision_longformer import ModelConfig, StageConfig, VisionLongformer, model_config
+from vision_longformer.costs import agreement, compare_entry, count_parameters, executed_macs, paper_entries, paper_macs
+from vision_longformer.costs.executed import block_pairs
+from vision_longformer.costs.paper_tables import REMARKS, TABLES, CostRow, compare
+from vision_longformer.geometry import Grid
+from vision_longformer.models import config as cfg
+from vision_longformer.models.zoo import longformer_config
+from vision_longformer.ops import IMPLEMENTATIONS
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[CostRow]:
+    return [compare_entry(entry) for entry in paper_entries()]
+
+
+def test_agreement_with_the_paper(rows: list[CostRow]) -> None:
+    assert agreement(rows) == {"params": {"agree": 108, "of": 115}, "gflops": {"agree": 114, "of": 115}}
+    assert {table: sum(row.entry.table == table for row in rows) for table in TABLES} == {
+        "mechanisms": 90,
+        "scales": 13,
+        "overall": 8,
+        "imagenet22k": 4,
+    }
+
+
+def test_every_difference_is_explained_and_no_other(rows: list[CostRow]) -> None:
+    different = {(row.entry.table, row.entry.model) for row in rows if not (row.params.agrees and row.gflops.agrees)}
+    assert different == set(REMARKS)
+    assert [row.entry.model for row in rows if not row.gflops.agrees] == ["E-ViT/16 tiny"]
+    assert all(bool(row.remark) == ((row.entry.table, row.entry.model) in REMARKS) for row in rows)
+
+
+def test_truncated_counts(rows: list[CostRow]) -> None:
+    """The paper cuts digits off in these places; its GFLOPs are all rounded."""
+    truncated = [row.entry.model for row in rows if row.params.mark == "t"]
+    deep = [f"{name} {layout} {position}" for name, position in (("Full", "APE"), ("ViL", "APE"), ("ViL", "RPB"))
+            for layout in ("1-1-9-1", "1-2-8-1")]  # fmt: skip
+    assert truncated == [*deep, "ViL-Small RPB", "ViL-Medium RPB", "ViL-Medium RPB 224"]
+    assert {row.gflops.mark for row in rows} == {"=", "!"}
+
+
+@pytest.mark.parametrize(
+    ("paper", "ours", "mark"),
+    [
+        ("24.6", "24.649", "="),
+        ("24.6", "24.65", "t"),
+        ("24.6", "24.7", "!"),
+        ("1.00", "0.995", "="),
+        ("28", "28.3", "="),
+    ],
+)
+def test_marks(paper: str, ours: str, mark: str) -> None:
+    comparison = compare(paper, Decimal(ours))
+    assert comparison.mark == mark
+    assert comparison.difference == Decimal(ours) - Decimal(paper)
+
+
+def test_macs_by_hand() -> None:
+    """Two stages on a map with a remainder: 10×13 pixels, 3×4 cells of 4, then 2×2."""
+    stages = (
+        StageConfig(8, 2, 2, 4, cfg.Longformer(window=1)),
+        StageConfig(16, 1, 2, 2, cfg.SpatialReduction(2), position="absolute"),
+    )
+    first, second = paper_macs(ModelConfig(stages, num_classes=10), (10, 13)).stages
+    assert first.grid == (3, 4)
+    assert first.parts == {
+        "patch_embedding": (4 * 4 * 3 + 1) * 8 * 12,
+        "projections": 2 * 4 * 12 * 8 * 8,
+        "products": 2 * 2 * 12 * 9 * 8,
+        "mlp": 2 * 8 * 12 * 8 * 8,
+    }
+    assert second.parts == {
+        "patch_embedding": (2 * 2 * 8 + 1) * 16 * 4,
+        "projections": (2 * 4 + 4 * 1 + 2 * 1) * 16 * 16,
+        "products": 2 * 4 * 1 * 16,
+        "mlp": 8 * 4 * 16 * 16,
+    }
+    assert paper_macs(ModelConfig(stages, num_classes=10), (10, 13)).head == 160
+
+
+def test_named_models_cost_what_the_paper_prints() -> None:
+    """Where windows cover the map, Longformer stages are charged as the full attention that they equal."""
+    for size in ("tiny", "small", "medium", "base"):
+        for img_size, suffix in ((224, ""), (384, "_384")):
+            ours = paper_macs(model_config(f"vision_longformer_{size}{suffix}"))
+            assert ours == paper_macs(longformer_config(size, img_size=img_size, partial=True))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vision_longformer_small",
+        "evit_tiny_patch16",
+        *(f"msvit_tiny_1_2_8_1_{m}" for m in ("linformer", "partial_performer")),
+    ],
+)
+def test_parameters_are_those_of_the_whole_model(name: str) -> None:
+    """Counting one block per stage gives what all blocks have."""
+    config = model_config(name)
+    with torch.device("meta"):
+        model = VisionLongformer(config)
+    count = count_parameters(config)
+    assert count.trainable == sum(p.numel() for p in model.parameters())
+    features = sum(b.numel() for n, b in model.named_buffers() if n.endswith("attn.features"))
+    assert (count.random_features, count.paper) == (features, count.trainable + features)
+
+
+REFERENCE_GMACS = {
+    "full": "6.9704",
+    "linformer": "5.6409",
+    "partial_linformer": "5.2248",
+    "sra64": "3.9849",
+    "sra32": "4.2959",
+    "partial_sra32": "4.5894",
+    "global": "7.3920",
+    "partial_global": "6.9416",
+    "partial_vil": "5.3148",
+}
+"""What the authors' code executes for Small 1-2-8-1."""
+
+
+def _key_values_again(config: ModelConfig) -> int:
+    """MACs of the authors' second projection of all tokens to keys and values, for global rows with shared weights.
+
+    We project once, and so execute less by this in every stage of Vision Longformer and global memory.
+    """
+    local = (cfg.Longformer, cfg.GlobalMemory)
+    return sum(
+        stage.depth * 2 * (grid.tokens + stage.global_tokens) * stage.dim**2
+        for stage, grid in zip(config.stages, config.grids(), strict=True)
+        if isinstance(stage.attention, local)
+    )
+
+
+@pytest.mark.parametrize("mechanism", REFERENCE_GMACS)
+def test_executed_macs_are_those_of_the_reference(mechanism: str) -> None:
+    """By sliding chunk, which multiplies all nine blocks as the authors do; only their second projection is missing."""
+    config = model_config(f"msvit_small_1_2_8_1_{mechanism}")
+    executed = executed_macs(config, implementation="sliding_chunk").total + _key_values_again(config)
+    assert f"{executed / 1e9:.4f}" == REFERENCE_GMACS[mechanism]
+
+
+@pytest.mark.parametrize(("mechanism", "gmacs"), [("performer", "5.6471"), ("partial_performer", "5.2284")])
+def test_executed_macs_of_performer(mechanism: str, gmacs: str) -> None:
+    assert f"{executed_macs(model_config(f'msvit_small_1_2_8_1_{mechanism}')).total / 1e9:.4f}" == gmacs
+
+
+def test_executed_macs_of_the_flat_model_by_hand() -> None:
+    """T = 197 tokens, twelve blocks of 4Td² + 2T²d + 8Td², one patch embedding and one head, without biases."""
+    macs = executed_macs(model_config("evit_small_patch16"))
+    (stage,) = macs.stages
+    assert stage.parts == {
+        "patch_embedding": 16 * 16 * 3 * 384 * 196,
+        "carried": 0,
+        "attention": 12 * (4 * 197 * 384**2 + 2 * 197**2 * 384),
+        "mlp": 12 * 8 * 197 * 384**2,
+    }
+    assert macs.head == 384 * 1000
+
+
+def test_executed_macs_of_carried_tokens() -> None:
+    stages = tuple(StageConfig(8, 1, 2, 2, cfg.Full(), global_tokens=3) for _ in range(2))
+    macs = executed_macs(ModelConfig(stages, img_size=(8, 8), carry_global_tokens=True))
+    assert [stage.parts["carried"] for stage in macs.stages] == [0, 3 * 8 * 8]
+
+
+@pytest.mark.parametrize("size", [(97, 143), (30, 30)])
+def test_automatic_choice_executes_least(size: tuple[int, int]) -> None:
+    """Leaving out blocks beyond the map is what separates it from sliding chunk; the rest is the same."""
+    config = model_config("vision_longformer_tiny")
+    auto, chunk = (executed_macs(config, size, name) for name in ("auto", "sliding_chunk"))
+    for ours, theirs in zip(auto.stages, chunk.stages, strict=True):
+        assert ours.parts["attention"] <= theirs.parts["attention"]
+        assert ours.parts["mlp"] == theirs.parts["mlp"]
+    assert auto.total < chunk.total
+
+
+def test_attention_of_a_kernel_by_hand() -> None:
+    """A 3×5 map in chunks of 2, one global token, one head, by the tiled kernel."""
+    config = ModelConfig((StageConfig(4, 1, 1, 1, cfg.Longformer(window=2)),), img_size=(3, 5), num_classes=0)
+    (stage,) = executed_macs(config, implementation="tiled").stages
+    tokens, pairs = 16, 3 * 3 * (2 * 4 + 2 * 5 + 1 * 3)
+    assert block_pairs(Grid(3, 5), 2, "chunk") == pairs
+    assert stage.parts["attention"] == 4 * tokens * 4**2 + 2 * 4 * (pairs + 15) + 2 * 4 * tokens
+
+
+def test_pairs_of_other_rules() -> None:
+    grid = Grid(3, 5)
+    assert block_pairs(grid, 2, "exact") == block_pairs(grid, 2, "chunk")
+    assert block_pairs(grid, 2, "chunk", "self") == (4 + 1) * (4 + 4 + 1)
+    assert block_pairs(grid, 2, "cyclic") == 15 * 9 * 4
+
+
+def test_an_operator_of_unknown_cost_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    @torch.library.custom_op("vision_longformer_test::mystery", mutates_args=())
+    def mystery(q: torch.Tensor) -> torch.Tensor:
+        return q.clone()
+
+    mystery.register_fake(torch.empty_like)
+    module = SimpleNamespace(refusal=lambda spec, q: None, attend=lambda q, *rest: mystery(q))
+    monkeypatch.setitem(IMPLEMENTATIONS, "mystery", module)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"the cost of vision_longformer_test.mystery is unknown"):
+        executed_macs(model_config("vision_longformer_tiny"), implementation="mystery")
+
+
+def test_bad_requests() -> None:
+    config = model_config("vision_longformer_tiny")
+    with pytest.raises(ValueError, match="did you mean 'sliding_chunk"):
+        executed_macs(config, implementation="sliding_chunks")
+    with pytest.raises(ValueError, match="cannot run this: unfold slides one window"):
+        executed_macs(config, implementation="unfold_nn")
+    with pytest.raises(ValueError, match="image size is"):
+        executed_macs(config, (0, 7))
+    with pytest.raises(ValueError, match="leaves nothing for stage"):
+        paper_macs(config.override(patch_remainder="drop"), (16, 64))

@@ -1,0 +1,140 @@
+"""Training detectors by the loop of classification: what a run leaves, and that it goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import StopAt, write_garments
+
+from vision_longformer.cli.main import main
+from vision_longformer.detection.checkpoint import load_named
+from vision_longformer.detection.evaluate import evaluate
+from vision_longformer.detection.task import DETECTION, resume, train
+from vision_longformer.training.recipe import to_yaml
+from vision_longformer.training.run_directory import RunDirectory, load_state
+
+SMALL = {"channels": 8, "box_width": 8, "mask_channels": 8, "mask_layers": 1, "min_size": [48, 64], "max_size": 96}
+
+STAGES = [
+    {"dim": 8, "depth": 1, "heads": 2, "patch": patch, "attention": {"kind": "longformer", "window": 2}}
+    for patch in (4, 2, 2, 2)
+]
+
+
+@pytest.fixture(scope="module")
+def coco(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_garments(tmp_path_factory.mktemp("coco"), ("train", 8), ("validation", 4))
+
+
+def settings(data: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "data": str(data),
+        "model_options": {"stages": STAGES},
+        "detector_options": SMALL,
+        "epochs": 2,
+        "batch_size": 2,
+        "workers": 0,
+        "log_every": 2,
+        "neighbours": "random",
+        "drop_path": 0.2,
+        "warmup_steps": 2,
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(coco: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train("quickstart", output=tmp_path_factory.mktemp("runs") / "whole", **settings(coco)).run
+
+
+def test_a_run_leaves_a_detector(trained: Path) -> None:
+    model, config, categories, named = load_named(trained / "best.safetensors")
+    assert named
+    assert (config.kind, config.num_classes) == ("mask_rcnn", 10)
+    assert categories[0].name == "T-shirt/top"
+    records = RunDirectory(trained).records()
+    assert [record["step"] for record in records if "loss" in record] == [2, 4, 6, 8]
+    parts = ("objectness", "rpn_box_reg", "classifier", "box_reg", "mask")
+    logged = records[0]
+    assert logged["loss"] == pytest.approx(sum(logged[part] for part in parts), rel=1e-4)
+    assert {"box_AP", "box_AP50", "mask_AP", "mask_AP50"} <= set(records[-1]["evaluation"])
+    assert (trained / "predictions.png").stat().st_size > 10_000
+    with torch.no_grad():
+        assert {"boxes", "labels", "scores", "masks"} <= set(model([torch.rand(3, 50, 70)])[0])
+
+
+def test_a_killed_run_ends_with_the_same_weights(trained: Path, coco: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train("quickstart", output=tmp_path / "run", observer=StopAt(6), **settings(coco))
+    resumed = resume(tmp_path / "run")
+    one, other = (load_state(path) for run in (trained, resumed.run) if (path := RunDirectory(run).latest()))
+    for part in ("model", "average"):
+        assert [name for name in one[part] if not torch.equal(one[part][name], other[part][name])] == []
+
+
+def test_retinanet_learns_without_masks(coco: Path, tmp_path: Path) -> None:
+    changes = {"detector": "retinanet", "detector_options": {"channels": 8, "min_size": [64], "max_size": 96}}
+    result = train("quickstart", output=tmp_path / "run", **settings(coco, **changes, epochs=1))
+    record = RunDirectory(result.run).records()[0]
+    assert record["loss"] == pytest.approx(record["classification"] + record["bbox_regression"], rel=1e-4)
+    assert "mask_AP" not in result.results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_train_one_detector(coco: Path, tmp_path: Path, strategy: str) -> None:
+    """What is saved scores what the processes measured together, each on its share of the images."""
+    options = {**SMALL, "score_threshold": 0.0}
+    recipe = DETECTION.resolve("quickstart", **settings(coco, strategy=strategy, detector_options=options, ema=None))
+    (tmp_path / "mine.yaml").write_text(to_yaml(recipe))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "vision_longformer"]
+    command = ["detect", "train", str(tmp_path / "mine.yaml"), "--output", str(tmp_path / "run")]
+    subprocess.run([*launch, *command], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    records = RunDirectory(tmp_path / "run").records()
+    assert [record["step"] for record in records if "loss" in record] == [2, 4, 6, 8]
+    alone = evaluate(tmp_path / "run" / "last.safetensors", str(coco), workers=0)
+    assert alone.images == 4
+    assert alone.boxes.overall["AR100"] > 0
+    assert records[-1]["evaluation"]["box_AR100"] == pytest.approx(alone.boxes.overall["AR100"], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nosuch"], "unknown recipe 'nosuch'"),
+        (["--detctor", "retinanet"], "unknown key 'detctor'; did you mean 'detector'"),
+        (["--data", "nowhere"], "there is no data nowhere"),
+        (["--init", "nowhere.safetensors"], "there is no file nowhere.safetensors"),
+        (["--detector", "yolo"], "unknown detector 'yolo'"),
+        (["--detector_options", "{chanels: 8}"], "unknown detector option 'chanels'; did you mean 'channels'"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        main(["detect", "train", *arguments])
+    assert exit_code.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_boxes_alone_are_not_enough_for_mask_rcnn(coco: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(coco, tmp_path / "boxes")
+    for path in data.rglob("*.json"):
+        content = json.loads(path.read_text())
+        for annotation in content["annotations"]:
+            del annotation["segmentation"]
+        path.write_text(json.dumps(content))
+    with pytest.raises(
+        ValueError, match="has boxes but no masks, which mask_rcnn learns from; use --detector retinanet"
+    ):
+        train("quickstart", output=tmp_path / "run", **settings(data))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,167 @@
+"""How the commands of the documentation run in a test: the only place where they differ from what is printed.
+
+``FILES`` are made when a command or a Python block first mentions them and nothing before it has written them.
+``SHORTER`` is for what would take long or needs data that are not here. ``NOT_RUN`` is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from builders import SMALL_DETECTOR, write_garments
+from docs_pages import ROOT
+from PIL import Image
+
+from vision_longformer import create_model, save
+from vision_longformer.classification import task as train
+from vision_longformer.detection import DetectorConfig, build_detector, save_detector
+from vision_longformer.detection.dataset import open_detection
+
+PHOTOS = ROOT / "src/vision_longformer/assets/photos"
+
+
+def _photo(path: Path) -> None:
+    shutil.copy(min(PHOTOS.glob("*.jpg")), path)
+
+
+def _quickstart(path: Path) -> None:
+    train("quickstart", output=path, steps=1)
+
+
+def _image_folder(path: Path) -> None:
+    """Two classes of images, as ImageNet's folders are; as many as a batch of the paper's recipes has."""
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 50, 3), dtype=np.uint8)
+    for split, count in (("train", 512), ("validation", 2)):
+        for name in ("n01440764", "n01443537"):
+            folder = path / split / name
+            folder.mkdir(parents=True)
+            Image.fromarray(pixels).save(folder / "0.jpg")
+            for number in range(1, count):
+                shutil.copy(folder / "0.jpg", folder / f"{number}.jpg")
+
+
+def _small_arrays(path: Path) -> None:
+    """32 images of 32×32 and ten classes in each split."""
+    generator = np.random.default_rng(0)
+    images, labels = generator.integers(0, 255, (32, 32, 32, 3), dtype=np.uint8), np.arange(32) % 10
+    np.savez(path, train_x=images, train_y=labels, validation_x=images, validation_y=labels)
+
+
+def _released(path: Path) -> None:
+    """Random weights under the names and shapes of the authors' ViL-Small, shared ones shared."""
+    keys = json.loads(gzip.decompress((ROOT / "tests/data/checkpoint_keys.json.gz").read_bytes()))
+    entry = keys["models"]["vil_small_rpb_224"]
+    types = {name: getattr(torch, dtype) for name, dtype in entry["buffers"].items()}
+    state = {name: torch.zeros(shape, dtype=types.get(name)) for name, shape in entry["keys"].items()}
+    torch.save({"net": {name: state[entry["shared"].get(name, name)] for name in state}, "arch": "msvit"}, path)
+
+
+def _classifier(path: Path) -> None:
+    save(create_model("vision_longformer_tiny", num_classes=2), path)
+
+
+def _trees(path: Path) -> None:
+    path.mkdir()
+    write_garments(path, ("train", 2), ("validation", 2))
+
+
+def _detector(path: Path) -> None:
+    """An untrained Mask R-CNN for what is in ``data/trees``."""
+    names = [category.name for category in open_detection("garments", "validation").categories]
+    model = build_detector(DetectorConfig("mask_rcnn", "vision_longformer_tiny", len(names), **SMALL_DETECTOR))
+    save_detector(model, path, info={"categories": [{"id": n, "name": name} for n, name in enumerate(names, 1)]})
+
+
+def _annotated(path: Path) -> None:
+    """A photo, and the box of one object in it, in Pascal VOC's form."""
+    path.mkdir()
+    _photo(path / "1.jpg")
+    box = "<xmin>10</xmin><ymin>20</ymin><xmax>90</xmax><ymax>80</ymax>"
+    tree = f"<object><name>tree</name><bndbox>{box}</bndbox></object>"
+    (path / "1.xml").write_text(f"<annotation><filename>1.jpg</filename>{tree}</annotation>")
+
+
+FILES: dict[str, Callable[[Path], None]] = {
+    "photo.jpg": _photo,
+    "runs/quickstart-1": _quickstart,
+    "data/imagenet": _image_folder,
+    "cifar10.npz": _small_arrays,
+    "released.pth": _released,
+    "imagenet21k_base.safetensors": _classifier,
+    "data/trees": _trees,
+    "data/annotated": _annotated,
+    "runs/trees-1/best.safetensors": _detector,
+}
+
+FEW_STEPS = "--steps 1 --batch-size 2 --workers 0"
+
+SHORTER: dict[str, str] = {
+    "vil train": "vil train --steps 20",
+    "vil train cifar10 --data torch/cifar10:/data --epochs 5 --lr 1e-3": (
+        f"vil train cifar10 --data cifar10.npz --lr 1e-3 {FEW_STEPS}"
+    ),
+    "vil train imagenet1k_384_base --init imagenet21k_base.safetensors --data /data/imagenet": (
+        "vil train imagenet1k_384_base --init imagenet21k_base.safetensors --data /data/imagenet "
+        f"--model vision_longformer_tiny_384 {FEW_STEPS}"
+    ),
+    "vil bench attention --quick --only shapes": "vil bench attention --quick --only shapes --budget 10",
+    "vil bench models --models vision_longformer_tiny,vision_longformer_small --baseline vision_longformer_tiny "
+    "--sizes 224x224,448x448,896x896,800x1333 --batch 1": (
+        "vil bench models --models vision_longformer_micro --baseline vision_longformer_micro --sizes 32x32 --quick"
+    ),
+    "vil detect train": f"vil detect train --data /data/trees {FEW_STEPS}",
+    "python examples/voc_to_coco.py /data/annotated /data/trees --tile 400 --validation 4 --name tree": (
+        "python examples/voc_to_coco.py /data/annotated /data/cut --tile 400 --validation 4 --name tree"
+    ),
+}
+"""Commands as printed, and what is run in their place."""
+
+SHORTER_CODE: dict[str, str] = {
+    'train("quickstart", epochs=5)': 'train("quickstart", steps=20)',
+}
+"""Parts of Python blocks, and what is run in their place."""
+
+ABSOLUTE, RELATIVE = "/data/", "data/"
+"""Where the pages say that data are, and where tests have them."""
+
+NOT_RUN: dict[str, str] = {
+    "pip install": "CI installs the package as the README says",
+    "pytest": "CI runs the tests",
+    "vil detect convert": "test_detection_release.py converts made-up released detectors",
+    "vil hub push": "there is no network in tests",
+    "torchrun": "several processes are started by tests of training; here its command line is parsed",
+    "mkdocs": "test_site_is_built",
+}
+"""Beginnings of commands that are not run here, and why."""
+
+
+NEEDS: dict[str, tuple[str, ...]] = {"export.md": ("onnx", "onnxruntime", "onnxscript")}
+"""Packages beyond the core that a page's commands need; without them it is skipped."""
+
+
+def command_as_run(command: str) -> str | None:
+    """What a test runs for a printed command; None if nothing."""
+    if command.startswith(tuple(NOT_RUN)):
+        return None
+    return SHORTER.get(command, command).replace(ABSOLUTE, RELATIVE)
+
+
+def code_as_run(code: str) -> str:
+    for printed, shorter in SHORTER_CODE.items():
+        code = code.replace(printed, shorter)
+    return code.replace(ABSOLUTE, RELATIVE)
+
+
+def make_files(text: str, folder: Path) -> None:
+    """Make what ``text`` mentions and ``folder`` does not have yet."""
+    for name, make in FILES.items():
+        path = folder / name
+        if name in text and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            make(path)

@@ -1,0 +1,279 @@
+"""Exported files: they compute what their model does, at any size, and are used like a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from builders import SMALL_MODELS, assert_close, build, image, small_config
+from PIL import Image
+
+from vision_longformer import ModelConfig, VisionLongformer, create_model, load, model_config, save
+from vision_longformer.classification.evaluate import evaluate
+from vision_longformer.classification.export import export_model
+from vision_longformer.classification.model import load_exported_classifier
+from vision_longformer.classification.predict import predict
+from vision_longformer.classification.preprocessing import Preprocessing
+from vision_longformer.cli.export import export as export_command
+from vision_longformer.cli.parser import Group, run_command
+from vision_longformer.errors import CheckpointError
+from vision_longformer.export import ExportedModel, load_exported, writers
+from vision_longformer.export.verify import ExportError, compare
+from vision_longformer.models import config as cfg
+
+CLASSES = ("ant", "bee", "cat", "dog", "eel")
+PREPARE = Preprocessing((32, 32), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3), 0.9, "bicubic", CLASSES)
+LOCAL = cfg.Longformer(window=2)
+
+
+def _model(*mechanisms: cfg.AttentionConfig, **options: Any) -> VisionLongformer:
+    """A small model whose tables are large enough to matter."""
+    return _drawn(small_config(*mechanisms, **{"img_size": (32, 32), **options}))
+
+
+def _drawn(config: ModelConfig) -> VisionLongformer:
+    model = VisionLongformer(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Local attention with relative position, then full attention with absolute position."""
+    torch.manual_seed(1)
+    config = small_config(LOCAL, cfg.Full(), img_size=(32, 32))
+    config = replace(config, stages=(replace(config.stages[0], position="relative"), config.stages[1]))
+    path = tmp_path_factory.mktemp("export") / "model.safetensors"
+    return save(_drawn(config), path, info={"preprocessing": PREPARE.to_dict()})
+
+
+@pytest.fixture(scope="module", params=["onnx", pytest.param("pt2", marks=pytest.mark.slow)])
+def any_size(request: pytest.FixtureRequest, checkpoint: Path) -> Path:
+    """The checkpoint as a file for any size, written by the command."""
+    _vil("export", checkpoint, "--format", request.param, "--dynamic")
+    return checkpoint.with_suffix(f".{request.param}")
+
+
+@pytest.fixture(scope="module")
+def loaded(any_size: Path) -> ExportedModel:
+    return load_exported(any_size)
+
+
+def _vil(*argv: object) -> None:
+    run_command("vil", Group("", {"export": export_command}), [str(word) for word in argv], "0")
+
+
+# What a file computes
+
+
+def test_one_file_for_any_size(loaded: ExportedModel, checkpoint: Path) -> None:
+    model = load(checkpoint)
+    for size in [(32, 32), (33, 45), (91, 68), (1, 1), (8, 200)]:
+        for batch in (1, 3):
+            images = image(*size, batch=batch)
+            with torch.no_grad():
+                assert_close(loaded(images), model(images), 1e-5, f"logits of {batch} images of {size}")
+
+
+def test_rivals_at_a_fixed_size(tmp_path: Path) -> None:
+    """One of each after another, and not at the size that tables and projections were made for."""
+    rivals = (cfg.Full(), cfg.GlobalMemory(), cfg.Linformer(6), cfg.SpatialReduction(4), cfg.Performer(8))
+    model = _model(*rivals, patches=(4, 1, 1, 1, 1))
+    exported = export_model(model, tmp_path / "model.onnx", size=(40, 28))
+    images = image(40, 28, batch=3)
+    with torch.no_grad():
+        assert_close(load_exported(exported.path)(images), model(images), 1e-5)
+
+
+def test_backbone(tmp_path: Path) -> None:
+    """Two stages, the second of one chunk; the maps of both come out, and the model stays as it was."""
+    model = _model(LOCAL, LOCAL, position="relative").train()
+    exported = export_model(model, tmp_path / "maps.onnx", backbone=True, size=16)
+    images = image(16, 16)
+    maps = load_exported(exported.path)(images)
+    with torch.no_grad():
+        expected = model.eval().forward_intermediates(images, intermediates_only=True)
+    for got, wanted in zip(maps, expected, strict=True):
+        assert_close(got, wanted, 1e-5)
+    assert exported.metadata["strides"] == [4, 8]
+    session = onnxruntime.InferenceSession(exported.path)
+    assert [one.name for one in session.get_outputs()] == ["stage_1", "stage_2"]
+    assert model.config.img_size == (32, 32)
+
+
+@pytest.mark.parametrize("any_size", ["onnx"], indirect=True)
+def test_names_in_onnx(any_size: Path) -> None:
+    session = onnxruntime.InferenceSession(any_size)
+    (images,), (logits,) = session.get_inputs(), session.get_outputs()
+    assert (images.name, images.shape) == ("images", ["batch", 3, "height", "width"])
+    assert (logits.name, logits.shape) == ("logits", ["batch", 5])
+    assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == list(CLASSES)
+
+
+def test_metadata(loaded: ExportedModel, checkpoint: Path) -> None:
+    data = loaded.metadata
+    assert (data["kind"], data["dynamic"], data["version"]) == ("classifier", True, "0.1.0")
+    assert Preprocessing.from_dict(data, "file") == PREPARE
+    assert loaded.config == load(checkpoint).config
+
+
+def test_a_file_that_differs_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model(cfg.Full())
+    run = torch.export.ExportedProgram.module
+    monkeypatch.setattr(torch.export.ExportedProgram, "module", lambda self: lambda x: run(self)(x) + 0.01)
+    with pytest.raises(ExportError, match=r"differs from its model by 0\.01 on an input of \(2, 3, 32, 32\)"):
+        export_model(model, tmp_path / "model.pt2", format="pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_not_a_number_is_a_difference() -> None:
+    with pytest.raises(ExportError, match="differs from its model by nan"):
+        compare(lambda x: x / 0 * 0, lambda x: x, (torch.ones(1, 2),))
+
+
+# A file in place of a checkpoint
+
+
+@pytest.fixture(scope="module")
+def photo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("photos") / "photo.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (80, 100, 3), dtype=np.uint8)).save(path)
+    return path
+
+
+def test_predict_as_the_checkpoint_does(any_size: Path, checkpoint: Path, photo: Path) -> None:
+    (got,), (expected,) = (predict(file, [photo], size=45) for file in (any_size, checkpoint))
+    assert got.labels == expected.labels
+    assert got.probabilities == pytest.approx(expected.probabilities, rel=1e-5)
+
+
+def test_evaluate_as_the_checkpoint_does(any_size: Path, checkpoint: Path, tmp_path: Path) -> None:
+    drawn = np.random.default_rng(1)
+    images, labels = drawn.integers(0, 256, (10, 32, 32, 3), dtype=np.uint8), np.arange(10) % 4
+    np.savez(tmp_path / "data.npz", test_x=images, test_y=labels, classes=np.array(CLASSES))
+    options = {"data": str(tmp_path / "data.npz"), "batch_size": 4, "workers": 0}
+    got, expected = (evaluate(file, **options) for file in (any_size, checkpoint))
+    assert got[:3] == expected[:3]
+    assert got.loss == pytest.approx(expected.loss, rel=1e-5)
+    with pytest.raises(ValueError, match="computes in the precision that it was exported with"):
+        evaluate(any_size, **options, precision="bf16")
+
+
+def test_a_fixed_size_is_kept_to(checkpoint: Path, photo: Path, tmp_path: Path, capsys: Any) -> None:
+    output = tmp_path / "fixed.pt2"
+    _vil("export", checkpoint, output, "--format", "pt2", "--size", "24x40")
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.split()[:1] == ["24×40"] for line in lines) == 2
+    assert lines[-1].startswith(f"wrote {output}: 0.")
+    classifier = load_exported_classifier(output)
+    assert classifier.preprocessing == Preprocessing(**{**PREPARE.to_dict(), "size": (24, 40)})
+    assert classifier.model.config.img_size == (24, 40)
+    with torch.no_grad():
+        images = image(24, 40)
+        assert_close(classifier.model(images), load(checkpoint)(images), 1e-5)
+    targets = {str(node.target) for node in torch.export.load(output).graph.nodes}
+    assert "aten.linear.default" in targets
+    assert not [name for name in targets if "vision_longformer" in name], "a file must run without this package"
+    with pytest.raises(ValueError, match=r"fixed\.pt2 takes images of 24×40 only; export with --dynamic"):
+        predict(output, [photo], size=32)
+    with pytest.raises(FileExistsError, match=r"fixed\.pt2 exists"):
+        _vil("export", checkpoint, output, "--format", "pt2")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "part"),
+    [
+        ((LOCAL, cfg.Linformer(6)), "stage 2 cannot be exported for any size: its linformer attention projects"),
+        ((cfg.SpatialReduction(4),), "stage 1 cannot be exported for any size: its spatial_reduction attention"),
+    ],
+)
+def test_what_cannot_be_for_any_size(mechanisms: Any, part: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{part}.*export it for one size instead"):
+        export_model(_model(*mechanisms), tmp_path / "model.onnx", dynamic=True)
+
+
+def test_wrong_input(checkpoint: Path, tmp_path: Path) -> None:
+    for argv, sentence in [
+        ((checkpoint, "--format", "tflite"), "unknown format 'tflite'"),
+        ((checkpoint, "model.pt2"), r"model\.pt2 should end in \.onnx, as the format is onnx"),
+        ((checkpoint, "--size", "32", "--dynamic"), "a file for any size has no size of its own"),
+        (("vision_longformer_tiny",), "vision_longformer_tiny is a model without weights; give a .safetensors file"),
+        ((tmp_path / "none.safetensors",), "there is no file"),
+    ]:
+        with pytest.raises((ValueError, FileNotFoundError), match=sentence):
+            _vil("export", *argv, "--overwrite")
+    headless = save(VisionLongformer(SMALL_MODELS["two_stages"], num_classes=0), tmp_path / "headless.safetensors")
+    with pytest.raises(CheckpointError, match="has no classes"):
+        _vil("export", headless)
+    with pytest.raises(ValueError, match="no classes to tell apart; export it as a backbone"):
+        export_model(load(headless), tmp_path / "headless.onnx")
+
+
+def test_files_that_are_no_exported_models(tmp_path: Path, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        predict(tmp_path / "none.onnx", [photo])
+    for suffix in ("onnx", "pt2"):
+        broken = tmp_path / f"broken.{suffix}"
+        broken.write_bytes(b"not a model")
+        with pytest.raises(CheckpointError, match=rf"broken\.{suffix} is not a whole \.{suffix} file"):
+            predict(broken, [photo])
+    foreign = tmp_path / "foreign.pt2"
+    torch.export.save(torch.export.export(torch.nn.Identity(), (torch.ones(1),)), foreign)
+    with pytest.raises(CheckpointError, match="was not written by 'vil export'"):
+        load_exported(foreign)
+    with pytest.raises(ValueError, match=r"should end in \.onnx or \.pt2"):
+        load_exported(photo)
+    monkeypatch.setattr(writers, "find_spec", lambda name: None if name.startswith("onnx") else name)
+    with pytest.raises(ValueError, match="ONNX needs onnxruntime; install with: pip install"):
+        load_exported(tmp_path / "broken.onnx")
+    with pytest.raises(
+        ValueError,
+        match=r"ONNX needs onnx, onnxscript, onnxruntime; install with: pip install 'vision-longformer\[export\]'",
+    ):
+        export_model(build("flat"), tmp_path / "model.onnx")
+
+
+# Slow: more of what a file for any size may hold, and full size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vil", "vil_exact", "vil_cyclic", "vil_no_tokens", "global", "performer", "flat_1d"])
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_mechanisms_at_any_size(name: str, format: str, tmp_path: Path) -> None:
+    model = build(name).eval()
+    exported = export_model(model, tmp_path / f"model.{format}", format=format, dynamic=True)
+    images = image(57, 20, batch=3)
+    with torch.no_grad():
+        assert_close(load_exported(exported.path)(images), model(images), 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["tiny", "tiny_ape", "small", "small_ape"])
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_full_width_and_size(size: str, format: str, tmp_path: Path) -> None:
+    """ViL-Tiny and ViL-Small with one block per stage: tracing takes long, and further blocks are like the first."""
+    config = model_config(f"vision_longformer_{size}")
+    shallow = config.override(stages=[replace(stage, depth=1) for stage in config.stages])
+    exported = export_model(_drawn(shallow), tmp_path / f"model.{format}", format=format, dynamic=True)
+    assert [one.shape[2:] for one in exported.differences] == [(224, 224), (225, 301), (640, 480), (32, 32)]
+    assert max(one.difference / one.largest for one in exported.differences) <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", ["full", "global", "linformer", "sra64", "performer", "partial_vil"])
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_full_size_rivals(mechanism: str, format: str, tmp_path: Path) -> None:
+    model = create_model(f"msvit_tiny_1_1_9_1_{mechanism}")
+    exported = export_model(model, tmp_path / f"model.{format}", format=format)
+    assert max(one.difference for one in exported.differences) <= 1e-4

@@ -1,0 +1,155 @@
+"""Smaller ONNX files: what is in them, how near they stay to the original, and the command."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vision_longformer import ModelConfig, StageConfig, VisionLongformer
+from vision_longformer.classification import ClassificationRecipe, evaluate
+from vision_longformer.classification.dataset import class_names, eval_data
+from vision_longformer.classification.preprocessing import Preprocessing, preprocessing
+from vision_longformer.cli.quantise import quantise as command
+from vision_longformer.models.config import Full
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from vision_longformer.classification.export import (  # noqa: E402
+    Comparison,
+    compare_files,
+    export_model,
+)
+from vision_longformer.export import load_exported  # noqa: E402
+from vision_longformer.export.quantise import quantise  # noqa: E402
+
+RECIPE = ClassificationRecipe(data="fashion-mnist", mean=(0.286,), std=(0.353,), crop_pct=1.0, workers=0)
+
+
+def _trained() -> tuple[VisionLongformer, Preprocessing]:
+    """A small model after 2,000 of the built-in images; nearly all of its weights are linear layers'."""
+    torch.manual_seed(0)
+    stage = StageConfig(128, 1, 4, 7, Full(), 1, "absolute")
+    model = VisionLongformer(ModelConfig((stage,), img_size=(28, 28), in_chans=1, num_classes=10))
+    prepare = preprocessing(RECIPE, model.config, class_names(RECIPE))
+    training = replace(RECIPE, eval_split="train", eval_batch_size=32)
+    optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
+    for images, labels in islice(eval_data(training, prepare).batches(), 63):
+        optimiser.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimiser.step()
+    return model.eval(), prepare
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, prepare = _trained()
+    path = tmp_path_factory.mktemp("exported") / "garments.onnx"
+    return export_model(model, path, info={**prepare.to_dict(), "named": True}).path
+
+
+@pytest.fixture(scope="module")
+def int8(exported: Path) -> Path:
+    return quantise(exported, "int8")
+
+
+@pytest.fixture(scope="module")
+def bf16(exported: Path) -> Path:
+    return quantise(exported, "bf16")
+
+
+def test_int8_has_integer_linear_layers(exported: Path, int8: Path) -> None:
+    """Four of the block and the head; products of tokens with tokens stay as they are."""
+    before, after = (Counter(node.op_type for node in onnx.load(path).graph.node) for path in (exported, int8))
+    linear = 4 + 1
+    assert after["MatMulInteger"] == linear
+    assert after["MatMul"] + after["Gemm"] == before["MatMul"] + before["Gemm"] - linear > 0
+    assert int8.name == "garments_int8.onnx"
+    assert int8.stat().st_size < 0.4 * exported.stat().st_size
+
+
+def test_int8_keeps_to_seven_bits(int8: Path) -> None:
+    weights = [onnx.numpy_helper.to_array(w) for w in onnx.load(int8).graph.initializer if w.data_type == 3]
+    matrices = [weight for weight in weights if weight.ndim == 2]
+    assert len(matrices) == 5
+    assert {int(np.abs(weight).max()) for weight in matrices} == {64}
+
+
+def test_bf16_rounds_the_weights(exported: Path, bf16: Path) -> None:
+    before, after = ({w.name: w for w in onnx.load(path).graph.initializer} for path in (exported, bf16))
+    stored = [name for name in after if name.endswith("_bf16")]
+    assert len(stored) >= 4 + 2
+    for name in stored:
+        original = torch.from_numpy(onnx.numpy_helper.to_array(before[name.removesuffix("_bf16")]).copy())
+        got = onnx.numpy_helper.to_array(after[name]).astype(np.float32)
+        assert np.array_equal(got, original.bfloat16().float().numpy())
+    assert bf16.stat().st_size < 0.6 * exported.stat().st_size
+
+
+@pytest.fixture(scope="module")
+def compared(exported: Path, int8: Path) -> Comparison:
+    return compare_files(exported, int8, "fashion-mnist", workers=0)
+
+
+def test_what_int8_changes(compared: Comparison, exported: Path, int8: Path) -> None:
+    before, after = compared.before, compared.after
+    assert before.result.top1 > 50
+    assert abs(after.result.top1 - before.result.top1) <= 1
+    assert (before.path, after.path, after.bytes) == (exported, int8, int8.stat().st_size)
+    alone = evaluate(int8, "fashion-mnist", workers=0)
+    assert (alone.samples, alone.top1, alone.loss) == pytest.approx((1000, after.result.top1, after.result.loss))
+
+
+def test_changed_predictions_are_counted(compared: Comparison, exported: Path, int8: Path) -> None:
+    """As they are when both files run on their own, on the same batches."""
+    prepare = Preprocessing.from_dict(load_exported(exported).metadata, "")
+    batches = [images for images, _ in eval_data(replace(RECIPE, eval_batch_size=64), prepare).batches()]
+    models = (load_exported(path) for path in (exported, int8))
+    before, after = (torch.cat([model(images).argmax(1) for images in batches]) for model in models)
+    assert compared.changed == int((before != after).sum())
+    assert 0 < compared.changed <= 20
+
+
+@pytest.mark.parametrize(("precision", "nearness"), [("int8", 0.05), ("bf16", 0.01)])
+def test_outputs_stay_near(precision: str, nearness: float, exported: Path, request: pytest.FixtureRequest) -> None:
+    before, after = load_exported(exported), load_exported(request.getfixturevalue(precision))
+    images = torch.randn(50, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    wanted = before(images)
+    assert 0 < (after(images) - wanted).abs().max() < nearness * wanted.abs().max()
+    assert after.metadata == {**before.metadata, "precision": precision}
+
+
+def test_the_command(compared: Comparison, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "small.onnx"
+    command(str(exported), str(output), to="int8", data="fashion-mnist", workers=0)
+    printed = capsys.readouterr().out
+    assert f"wrote {output}" in printed
+    assert f"{output.stat().st_size / exported.stat().st_size:.0%} of the size" in printed
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if ".onnx  " in line}
+    for name, one in (("garments.onnx", compared.before), ("small.onnx", compared.after)):
+        assert rows[name][1] == f"{one.bytes / 1e6:.2f}"
+        assert rows[name][3:] == [f"{one.result.top1:.2f}", f"{one.result.loss:.4f}"]
+    assert f"{compared.changed} of 1000 predictions changed" in printed
+
+
+def test_mistakes(exported: Path, int8: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown precision 'int4'; did you mean 'int8'"):
+        quantise(exported, "int4")
+    with pytest.raises(ValueError, match=r"garments\.pt2 should end in \.onnx; 'vil export --format onnx'"):
+        quantise(exported.with_suffix(".pt2"), "int8")
+    with pytest.raises(ValueError, match=r"_int8\.onnx is in int8 already; quantise the file that it was made from"):
+        quantise(int8, "bf16")
+    with pytest.raises(FileExistsError, match=r"garments_int8\.onnx exists"):
+        quantise(exported, "int8")
+    with pytest.raises(ValueError, match=r"small\.bin should end in \.onnx"):
+        quantise(exported, "int8", tmp_path / "small.bin")
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        quantise(tmp_path / "nowhere.onnx", "int8")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,357 @@
+"""Local attention: its meaning against plain loops, and every implementation against the oracle."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from builders import TOLERANCES, Case, assert_close, compare, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vision_longformer import local_attention
+from vision_longformer.geometry import RULES
+from vision_longformer.ops import IMPLEMENTATIONS
+
+OTHERS = [name for name in IMPLEMENTATIONS if name != "masked_dense"]
+
+SIZES = [(1, 1), (1, 7), (7, 1), (2, 3), (4, 4), (5, 9), (6, 6), (7, 5), (8, 3)]
+
+
+@st.composite
+def cases(draw: st.DrawFn, sizes: tuple = tuple(SIZES)) -> Case:
+    """Any legal call, small."""
+    rule = draw(st.sampled_from(RULES))
+    neighbours = draw(st.sampled_from(["all", "all", "self", "int", "tensor"]))
+    if neighbours in ("int", "tensor"):
+        number = draw(st.integers(1, 8))
+        neighbours = number if neighbours == "int" else torch.tensor(number)
+    heads = draw(st.integers(1, 3))
+    dilation: int | tuple[int, ...] = 1
+    if rule == "exact" and neighbours == "all":
+        steps = st.integers(1, 3)
+        dilation = draw(st.one_of(st.just(1), steps, st.tuples(*[steps] * heads)))
+    return Case(
+        grid=draw(st.sampled_from(sizes)),
+        window=draw(st.integers(1, 4)),
+        rule=rule,
+        neighbours=neighbours,
+        global_tokens=draw(st.sampled_from([0, 1, 4])),
+        bias=draw(st.booleans()),
+        global_bias=draw(st.booleans()),
+        dilation=dilation,
+        batch=draw(st.integers(1, 3)),
+        heads=heads,
+        dim=draw(st.sampled_from([1, 3, 4, 8])),
+        scale=draw(st.sampled_from([None, 0.3])),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+def runnable(implementation: str, dtype: torch.dtype) -> st.SearchStrategy[Case]:
+    """Cases that the implementation can run, with gradients or without; skips where it can run none on this machine."""
+    plain = [Case(rule=rule, grid=grid) for rule in RULES for grid in ((4, 4), (5, 9))]
+    reasons = [case.refusal(implementation, dtype, grad=False) for case in plain]
+    if all(reasons):
+        pytest.skip(f"{implementation} cannot run here: {reasons[0]}")
+    return cases().filter(lambda case: case.refusal(implementation, dtype, grad=False) is None)
+
+
+# The oracle
+
+
+def brute_force(case: Case, tensors: dict[str, Tensor]) -> Tensor:
+    """The docstring of ``local_attention`` and of ``RULES``, token by token."""
+    height, width = case.grid
+    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    scale = case.dim**-0.5 if case.scale is None else case.scale
+    steps = (case.dilation,) * case.heads if isinstance(case.dilation, int) else case.dilation
+    out = torch.zeros_like(q)
+    for b, y, x, h in itertools.product(range(case.batch), range(height), range(width), range(case.heads)):
+        query = q[b, y * width + x, h]
+        scores, values = [], []
+        for g in range(case.global_tokens):
+            extra = tensors["global_bias"][h, g] if case.global_bias else 0.0
+            scores.append(scale * (query @ k[b, g, h]) + extra)
+            values.append(v[b, g, h])
+        for token, dy, dx in seen_by(y, x, case, steps[h]):
+            key, value = torch.zeros_like(query), torch.zeros_like(query)
+            if token is not None:
+                row = case.global_tokens + token[0] * width + token[1]
+                key, value = k[b, row, h], v[b, row, h]
+            middle = 2 * case.window - 1
+            extra = tensors["bias"][h, middle + dy, middle + dx] if case.bias else 0.0
+            scores.append(scale * (query @ key) + extra)
+            values.append(value)
+        out[b, y * width + x, h] = torch.stack(scores).softmax(0) @ torch.stack(values)
+    return out
+
+
+def seen_by(y: int, x: int, case: Case, step: int) -> list[tuple[tuple[int, int] | None, int, int]]:
+    """The local keys of a query, as (token or None for zero padding, row offset, column offset)."""
+    w = case.window
+    if step > 1:
+        reach = range(-w, w + 1)
+        shifts = [(dy, dx) for dy in reach for dx in reach]
+        places = [((y - dy * step, x - dx * step), dy, dx) for dy, dx in shifts]
+        return [p for p in places if 0 <= p[0][0] < case.grid[0] and 0 <= p[0][1] < case.grid[1]]
+    keys = []
+    for block_row, block_column in wanted_blocks(case):
+        for row, column in itertools.product(range(w), range(w)):
+            place_y, place_x = (y // w + block_row) * w + row, (x // w + block_column) * w + column
+            dy, dx = y - place_y, x - place_x
+            if case.rule == "exact" and max(abs(dy), abs(dx)) > w:
+                continue
+            stored = stored_at(place_y, case.grid[0], case), stored_at(place_x, case.grid[1], case)
+            if "nowhere" in stored:
+                continue
+            keys.append((None if "padding" in stored else stored, dy, dx))
+    return keys
+
+
+def wanted_blocks(case: Case) -> list[tuple[int, int]]:
+    around = [(-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1)]
+    if case.neighbours == "all":
+        return [(0, 0), *around]
+    return [(0, 0)] if case.neighbours == "self" else [(0, 0), around[int(case.neighbours) - 1]]
+
+
+def stored_at(place: int, length: int, case: Case) -> int | str:
+    """Where along an axis the key at an unwrapped place is stored; "padding" counts as a zero, "nowhere" does not."""
+    padded = -(-length // case.window) * case.window
+    if 0 <= place < length:
+        return place
+    if not case.rule.startswith("cyclic") or 0 <= place < padded:
+        return "nowhere"
+    wrapped = place % padded
+    if wrapped < length:
+        return wrapped
+    return "padding" if case.rule == "cyclic_release" else "nowhere"
+
+
+@settings(max_examples=60)
+@given(cases(sizes=((1, 1), (1, 4), (3, 2), (5, 3), (4, 5))))
+def test_masked_dense_is_the_definition(case: Case) -> None:
+    case = replace(case, batch=1, heads=min(case.heads, 2), dilation=_first(case.dilation, min(case.heads, 2)))
+    tensors = case.tensors(grad=False)
+    assert_close(run("masked_dense", case, tensors)["output"], brute_force(case, tensors), 1e-12, f"output of {case}")
+
+
+def _first(dilation: int | tuple[int, ...], heads: int) -> int | tuple[int, ...]:
+    return dilation if isinstance(dilation, int) else dilation[:heads]
+
+
+# All implementations against the oracle
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize(("dtype", "examples"), [(torch.float64, 60), (torch.float32, 30), (torch.bfloat16, 10)])
+def test_agrees_with_the_oracle(implementation: str, dtype: torch.dtype, examples: int) -> None:
+    strategy = runnable(implementation, dtype)
+
+    @settings(max_examples=examples)
+    @given(strategy)
+    def sweep(case: Case) -> None:
+        compare(implementation, case, dtype)
+
+    sweep()
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_auto_agrees_with_the_oracle(case: Case) -> None:
+    expected = run("masked_dense", case, case.tensors())
+    for name, got in run("auto", case, case.tensors()).items():
+        assert_close(got, expected[name], TOLERANCES[torch.float64], f"{name} of auto in {case}")
+
+
+EVERY_KIND = [
+    Case(rule=rule, neighbours=neighbours, global_tokens=g, grid=(5, 7))
+    for rule in RULES
+    for neighbours, g in [("all", 0), ("self", 1), *((n, 0) for n in range(1, 9))]
+] + [
+    Case(rule="exact", dilation=2),
+    Case(rule="exact", dilation=(1, 3)),
+    Case(grid=(3, 4)),
+    Case(grid=(1, 1), window=5),
+]
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+def test_every_rule_and_neighbour(implementation: str) -> None:
+    """What the sweep may miss: all combinations once, on a map that is no multiple of the window."""
+    able = [case for case in EVERY_KIND if case.refusal(implementation, grad=False) is None]
+    if not able:
+        pytest.skip(f"{implementation} cannot run here: {EVERY_KIND[0].refusal(implementation, grad=False)}")
+    for case in able:
+        compare(implementation, case)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("rule", RULES)
+def test_gradcheck(implementation: str, rule: str) -> None:
+    """The gradients are those of the outputs, by finite differences."""
+    case = Case(grid=(2, 3), window=1, rule=rule, batch=1, dim=2)
+    if rule == "chunk" and implementation == "whole_map":
+        case = replace(case, grid=(2, 2))
+    reason = case.refusal(implementation)
+    if reason:
+        pytest.skip(reason)
+    tensors = case.tensors()
+    tensors.pop("weight")
+
+    def function(*inputs: Tensor) -> Tensor:
+        named = dict(zip(tensors, inputs, strict=True))
+        return local_attention(**named, grid=case.grid, **case.options(), implementation=implementation)
+
+    assert torch.autograd.gradcheck(function, tuple(tensors.values()))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("rule", ["chunk", "exact"])
+def test_second_derivatives_are_right_or_refused(implementation: str, rule: str) -> None:
+    """A hand-written backward may say that it cannot be differentiated again, but must not answer wrongly."""
+    case = Case(grid=(2, 2), window=1, rule=rule, batch=1, heads=1, dim=2, bias=False)
+    if reason := case.refusal(implementation):
+        pytest.skip(reason)
+    tensors = case.tensors()
+    tensors.pop("weight")
+
+    def function(*inputs: Tensor) -> Tensor:
+        named = dict(zip(tensors, inputs, strict=True))
+        return local_attention(**named, grid=case.grid, **case.options(), implementation=implementation)
+
+    try:
+        assert torch.autograd.gradgradcheck(function, tuple(tensors.values()))
+    except RuntimeError as error:
+        assert "first derivatives only" in str(error) or "no autograd formula" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded"])
+def test_inputs_need_not_be_contiguous(implementation: str, layout: str) -> None:
+    case = Case(grid=(4, 4), rule="exact" if implementation.startswith("unfold") else "chunk", batch=2)
+    if reason := case.refusal(implementation, grad=False):
+        pytest.skip(reason)
+    tensors = case.tensors(grad=False)
+    if layout == "expanded":
+        tensors |= {name: tensors[name][:1].expand(2, -1, -1, -1) for name in "qkv"}
+    strange = dict(tensors)
+    for name in ("q", "k", "v", "bias"):
+        x = tensors[name]
+        if layout == "transposed":
+            strange[name] = x.transpose(0, -1).contiguous().transpose(0, -1)
+        elif layout == "sliced":
+            strange[name] = torch.cat([x, x], -1)[..., : x.shape[-1]]
+        if layout != "expanded" or name != "bias":
+            assert not strange[name].is_contiguous()
+    expected = run("masked_dense", case, {name: x.contiguous() for name, x in tensors.items()})["output"]
+    assert_close(run(implementation, case, strange)["output"], expected, 1e-10)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_autocast_computes_in_bfloat16(implementation: str) -> None:
+    """float32 inputs become bfloat16 under autocast, as in a matrix product; float64 ones stay."""
+    case = Case(grid=(4, 4), rule="exact" if implementation.startswith("unfold") else "chunk")
+    if reason := case.refusal(implementation, torch.bfloat16, grad=False):
+        pytest.skip(reason)
+    expected = run("masked_dense", case, case.tensors(grad=False))["output"]
+    with torch.autocast("cpu", torch.bfloat16):
+        low = run(implementation, case, case.tensors(torch.float32, grad=False))["output"]
+        if case.refusal(implementation, torch.float64, grad=False) is None:
+            high = run(implementation, case, case.tensors(torch.float64, grad=False))["output"]
+            assert high.dtype == torch.float64
+    assert low.dtype == torch.bfloat16
+    assert_close(low, expected, TOLERANCES[torch.bfloat16])
+
+
+@pytest.mark.parametrize("implementation", ["auto", *IMPLEMENTATIONS])
+def test_training_works_after_inference_and_fake_runs(implementation: str) -> None:
+    """Tables that are kept from call to call belong to no mode: not to inference mode, not to fake tensors."""
+    case = Case(grid=(3, 11), window=3, rule="exact", seed=5)
+    if reason := implementation != "auto" and case.refusal(implementation):
+        pytest.skip(reason)
+    with torch.inference_mode():
+        run(implementation, case, case.tensors(grad=False))
+    fake_case = replace(case, grid=(3, 13))
+    with torch._subclasses.FakeTensorMode():
+        run(implementation, fake_case, _empty(fake_case))
+    for each in (case, fake_case):
+        expected = run("masked_dense", each, each.tensors())
+        got = run(implementation, each, each.tensors())
+        for name, value in expected.items():
+            assert_close(got[name], value, 1e-10, name)
+
+
+def _empty(case: Case) -> dict[str, Tensor]:
+    tokens = case.grid[0] * case.grid[1]
+    q, kv = (case.batch, tokens, case.heads, case.dim), (case.batch, tokens + 1, case.heads, case.dim)
+    return {"q": torch.empty(q), "k": torch.empty(kv), "v": torch.empty(kv)}
+
+
+# Refusals and bad arguments
+
+
+@pytest.mark.parametrize(
+    ("implementation", "case", "reason"),
+    [
+        ("sliding_chunk", Case(rule="exact", dilation=2), "dilation must be 1"),
+        ("sliding_chunk_autograd", Case(rule="exact", dilation=(1, 2)), "dilation must be 1"),
+        ("unfold_nn", Case(rule="chunk"), "rule must be 'exact'"),
+        ("unfold_tensor", Case(rule="cyclic"), "rule must be 'exact'"),
+        ("whole_map", Case(grid=(5, 2)), "the map is larger than 2×2 chunks"),
+        ("whole_map", Case(grid=(2, 2), neighbours="self"), "only rule 'chunk' with all neighbours"),
+        ("whole_map", Case(grid=(2, 2), rule="exact"), "only rule 'chunk' with all neighbours"),
+    ],
+)
+def test_refusals_give_their_reason(implementation: str, case: Case, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"implementation '{implementation}' cannot run this: .*{reason}"):
+        run(implementation, case, case.tensors())
+
+
+def call(**changes: object) -> Tensor:
+    """A legal call with some arguments changed."""
+    arguments = {name: x for name, x in Case(grid=(2, 3)).tensors().items() if name != "weight"}
+    return local_attention(**{**arguments, "grid": (2, 3), "window": 2, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 0}, "window is 0; it must be a whole number of at least 1"),
+        ({"window": 1.5}, "window is 1.5; it must be a whole number"),
+        ({"rule": "exakt"}, "unknown window rule 'exakt'; did you mean 'exact'?"),
+        ({"neighbours": 0}, "neighbours is 0; a neighbour is 1..8, or use 'all' or 'self'"),
+        ({"neighbours": 9}, "neighbours is 9; a neighbour is 1..8"),
+        ({"neighbours": "al"}, "unknown neighbours 'al'; did you mean 'all'"),
+        ({"neighbours": torch.tensor([1, 2])}, r"neighbours must be one integer, not torch.int64 of \(2,\)"),
+        ({"neighbours": torch.tensor(1.0)}, "neighbours must be one integer, not torch.float32"),
+        ({"implementation": "slidng_chunk"}, "unknown implementation 'slidng_chunk'; did you mean 'sliding_chunk'"),
+        ({"grid": (3, 3)}, r"q is \(2, 6, 2, 4\); a map of 3×3 needs \(batch, 9, heads, dim\)"),
+        ({"grid": (0, 6)}, "a map of 0×6"),
+        ({"q": torch.zeros(6, 2, 4)}, r"q is \(6, 2, 4\)"),
+        ({"k": torch.zeros(2, 5, 2, 4)}, r"k is \(2, 5, 2, 4\) and v \(2, 7, 2, 4\); both must be \(2, G \+ 6, 2, 4\)"),
+        ({"v": torch.zeros(2, 7, 2, 3)}, r"v \(2, 7, 2, 3\); both must be"),
+        ({"bias": torch.zeros(2, 5, 5)}, r"bias is \(2, 5, 5\); window 2 needs \(2, 7, 7\)"),
+        ({"global_bias": torch.zeros(2, 3)}, r"global_bias is \(2, 3\); it must be \(2, 1\)"),
+        ({"rule": "exact", "dilation": 0}, "dilation is 0; it must be a whole number of at least 1"),
+        ({"rule": "exact", "dilation": (1, 2, 3)}, "dilation names 3 heads, but there are 2"),
+        ({"dilation": 2}, "dilation above 1 is defined for rule 'exact' with all neighbours only, not for 'chunk'"),
+        ({"rule": "exact", "neighbours": "self", "dilation": 2}, "not for 'exact', 'self'"),
+    ],
+)
+def test_bad_arguments_are_named(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+@pytest.mark.parametrize("neighbour", [0, 9, -1, True])
+def test_a_neighbour_outside_1_to_8_is_refused_as_number_and_as_tensor(neighbour: int) -> None:
+    q = torch.randn(1, 4, 1, 2)
+    numbers = [neighbour] if isinstance(neighbour, bool) else [neighbour, torch.tensor(neighbour)]
+    for value in numbers:
+        with pytest.raises(ValueError, match=r"a neighbour is 1\.\.8"):
+            local_attention(q, q, q, (2, 2), window=1, neighbours=value)

@@ -1,0 +1,269 @@
+"""Recipe files: those we ship, and what a user's own may get wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vision_longformer.classification.recipe import ClassificationRecipe
+from vision_longformer.cli.recipes import recipes
+from vision_longformer.training.recipe import build, load_recipe, parse_values, recipe_names, to_yaml
+
+KIND = "classification"
+NAMES = recipe_names(KIND)
+
+
+def _recipe(name: str) -> ClassificationRecipe:
+    return build(ClassificationRecipe, load_recipe(KIND, name), name)
+
+
+def _written(folder: Path, text: str, name: str = "mine.yaml") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+# Shipped recipes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_recipes(name: str, tmp_path: Path) -> None:
+    """Each builds, says what it is for, and comes back from what it is written as, whole or as a delta."""
+    recipe = _recipe(name)
+    assert 10 < len(recipe.about) < 100
+    for changed_only in (False, True):
+        path = _written(tmp_path, to_yaml(recipe, changed_only=changed_only))
+        assert _recipe(path) == recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "lr", "decay", "batch"),
+    [
+        ("imagenet1k_tiny", 300, 1e-3, 0.1, 1024),
+        ("imagenet1k_small", 300, 1e-3, 0.1, 1024),
+        ("imagenet1k_medium", 300, 8e-4, 0.1, 1024),
+        ("imagenet1k_base", 150, 8e-4, 0.1, 1024),
+        ("imagenet21k_medium", 90, 5e-4, 0.1, 1024),
+        ("imagenet21k_base", 90, 5e-4, 0.1, 1024),
+        ("imagenet1k_384_medium", 10, 2e-3, 0.0, 512),
+        ("imagenet1k_384_base", 10, 2e-3, 0.0, 512),
+    ],
+)
+def test_training_table_of_the_paper(name: str, epochs: int, lr: float, decay: float, batch: int) -> None:
+    """The paper's 2e-2 of the fine-tuning rows is the rate of an optimiser that needs ten times SGD's."""
+    recipe = _recipe(name)
+    assert (recipe.epochs, recipe.scaled_lr, recipe.weight_decay, recipe.batch_size) == (epochs, lr, decay, batch)
+    assert (recipe.schedule, recipe.drop_path, recipe.clip_norm, recipe.ema) == ("cosine", 0.1, None, None)
+    size = name.split("_")[-1]
+    assert recipe.model == f"vision_longformer_{size}" + ("_384" if "384" in name else "")
+    assert recipe.repeats == (3 if name in ("imagenet1k_medium", "imagenet1k_base") else 1)
+
+
+def test_deit_augmentation() -> None:
+    recipe = _recipe("imagenet1k_small")
+    assert (recipe.auto_augment, recipe.color_jitter, recipe.erase) == ("rand-m9-mstd0.5-inc1", 0.4, 0.25)
+    assert (recipe.mixup, recipe.cutmix, recipe.mix_prob, recipe.smoothing) == (0.8, 1.0, 1.0, 0.1)
+
+
+def test_fine_tuning() -> None:
+    """Random crops of images resized to 416, flips, and nothing else; SGD; windows 13, 17, 25, 25."""
+    recipe = _recipe("imagenet1k_384_base")
+    assert (recipe.optimizer, recipe.momentum, recipe.warmup, recipe.smoothing) == ("sgd", 0.9, 0.25, 0.1)
+    assert (recipe.crop, int(384 / (recipe.crop_pct or 1)), recipe.hflip) == ("random", 416, 0.5)
+    assert (recipe.auto_augment, recipe.color_jitter, recipe.erase, recipe.mixup, recipe.cutmix) == (None, 0, 0, 0, 0)
+    config = recipe.model_config(1000)
+    assert [2 * stage.attention.window + 1 for stage in config.stages] == [13, 17, 25, 25]  # type: ignore[attr-defined]
+
+
+RIVALS = ("full", "linformer", "sra64", "sra32", "global", "performer")
+MIXES = ("partial_linformer", "partial_sra32", "partial_global", "partial_performer")
+
+
+@pytest.mark.parametrize(("size", "layout"), [("tiny", "1_1_9_1"), ("small", "1_2_8_1")])
+def test_variants_differ_from_their_base_in_one_thing(size: str, layout: str) -> None:
+    base = _recipe(f"imagenet1k_{size}")
+    expected: dict[str, dict[str, Any]] = {name: {"model": f"msvit_{size}_{layout}_{name}"} for name in RIVALS + MIXES}
+    expected["ape"] = {"model": f"vision_longformer_{size}_ape"}
+    expected["random_shift"] = {"neighbours": "random", "shift_until": 0.75}
+    if size == "small":
+        expected["full"] |= {"batch_size": 256, "lr_batch": 1024}
+        expected["release"] = {"optimizer": "release_adamw", "schedule": "release_cosine", "decay": "release"}
+    for name, changes in expected.items():
+        recipe = _recipe(f"imagenet1k_{size}_{name}")
+        assert recipe == replace(base, about=recipe.about, **changes)
+    assert {name for name in NAMES if name.startswith(f"imagenet1k_{size}_")} == {
+        f"imagenet1k_{size}_{name}" for name in expected
+    }
+
+
+# Files of one's own
+
+
+def test_own_file_on_a_shipped_one(tmp_path: Path) -> None:
+    path = _written(tmp_path, "base: imagenet1k_medium\nlr: 4e-4\nmilestones: [0.5, 1e-1]\nema: 0.9999\n")
+    values = load_recipe(KIND, path)
+    assert (values["lr"], values["milestones"], values["model"]) == (4e-4, [0.5, 0.1], "vision_longformer_medium")
+    assert "base" not in values
+
+
+def test_chain_of_files(tmp_path: Path) -> None:
+    """Later files win; paths are seen from the file that names them."""
+    (tmp_path / "below").mkdir()
+    _written(tmp_path, "base: imagenet1k_base\nepochs: 5\nwarmup: 1\nseed: 3\n", "first.yaml")
+    _written(tmp_path / "below", "base: ../first.yaml\nepochs: 6\nwarmup: 2\n", "second.yaml")
+    last = _written(tmp_path, "base: below/second.yaml\nepochs: 7\n")
+    recipe = _recipe(last)
+    assert (recipe.epochs, recipe.warmup, recipe.seed, recipe.lr) == (7, 2.0, 3, 8e-4)
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert _recipe(_written(tmp_path, "# nothing yet\n")) == ClassificationRecipe()
+
+
+@pytest.mark.parametrize("base", ["mine.yaml", "../{folder}/mine.yaml"])
+def test_a_chain_that_never_ends(base: str, tmp_path: Path) -> None:
+    path = _written(tmp_path, "base: " + base.format(folder=tmp_path.name))
+    with pytest.raises(ValueError, match="has itself for its base"):
+        load_recipe(KIND, path)
+
+
+def test_names_that_do_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown recipe 'imagenet1k_tinny'; did you mean 'imagenet1k_tiny'"):
+        load_recipe(KIND, "imagenet1k_tinny")
+    with pytest.raises(FileNotFoundError, match=r"there is no recipe file no.yaml"):
+        load_recipe(KIND, "no.yaml")
+    with pytest.raises(FileNotFoundError, match=r"there is no recipe file .*gone.yaml"):
+        load_recipe(KIND, _written(tmp_path, "base: gone.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("lr: 1e-3\nmodel: [a, b\nepochs: 3\n", "mine.yaml, line 3: "),
+        ("lr: 1e-3\n\tepochs: 3\n", "mine.yaml, line 2: "),
+        ("about: \x07", "mine.yaml is not YAML: "),
+        ("- lr\n- epochs\n", "mine.yaml is not a recipe; write lines of 'key: value'"),
+        ("3: 4\n", "mine.yaml is not a recipe"),
+        ("base: 3\n", "mine.yaml: base is 3; it must be the name of a recipe"),
+        ("base: !!python/name:os.system\n", "mine.yaml, line 1: could not determine a constructor"),
+    ],
+)
+def test_files_that_are_no_recipes(text: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        load_recipe(KIND, _written(tmp_path, text))
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"lr: \xff\xfe")
+    with pytest.raises(ValueError, match=r"mine.yaml is not text in UTF-8: invalid start byte at byte 4"):
+        load_recipe(KIND, str(path))
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("epoch", 3, "unknown key 'epoch'; did you mean 'epochs'"),
+        ("lr", "fast", "lr is 'fast'; it must be a number"),
+        ("lr", True, "lr is True; it must be a number"),
+        ("lr", float("nan"), "lr is nan; it must be a number"),
+        ("lr", -1, "lr is -1.0; it must be positive"),
+        ("epochs", 2.5, "epochs is 2.5; it must be a whole number"),
+        ("epochs", True, "epochs is True; it must be a whole number"),
+        ("epochs", None, "epochs is None; it must be a whole number"),
+        ("steps", "ten", "steps is 'ten'; it must be a whole number, or null"),
+        ("compile", 1, "compile is 1; it must be true or false"),
+        ("model", 7, "model is 7; it must be text"),
+        ("mean", 0.5, "mean is 0.5; it must be a list of numbers, or null"),
+        ("mean", ["a"], "mean is ['a']; it must be a list of numbers, or null"),
+        ("crop_scale", [0.08], "crop_scale is [0.08]; it must be a list of 2 numbers"),
+        ("model_options", [], "model_options is []; it must be keys with values"),
+        ("model_options", {"in_chan": 1}, "unknown model option 'in_chan'; did you mean 'in_chans'"),
+        ("model_options", {"mlp_ratio": "4"}, "not supported between instances"),
+        ("optimizer", "adam", "unknown optimizer 'adam'; did you mean 'adamw'"),
+        ("model", "vision_longformer_tini", "did you mean 'vision_longformer_tiny'"),
+    ],
+)
+def test_values_that_do_not_fit(key: str, value: Any, sentence: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        build(ClassificationRecipe, {key: value}, "my.yaml")
+    assert str(error.value).startswith("my.yaml: ")
+    assert sentence in str(error.value)
+
+
+def test_lists_become_tuples_and_whole_numbers_floats() -> None:
+    recipe = build(ClassificationRecipe, {"mean": [1], "crop_scale": [0.5, 1], "lr": 1, "steps": None}, "here")
+    assert (recipe.mean, recipe.crop_scale, recipe.lr, recipe.steps) == ((1.0,), (0.5, 1.0), 1.0, None)
+    assert [type(value) for value in (*(recipe.mean or ()), *recipe.crop_scale, recipe.lr)] == [float] * 4
+
+
+def test_values_of_a_command_line() -> None:
+    """Read as in a file; what YAML cannot read is text."""
+    texts = {
+        "lr": "1e-3",
+        "steps": "null",
+        "mean": "[0.5]",
+        "compile": "true",
+        "data": "my/images",
+        "about": "a: b: [c",
+        "model_options": "{in_chans: 1}",
+    }
+    values = [0.001, None, [0.5], True, "my/images", "a: b: [c", {"in_chans": 1}]
+    assert parse_values(texts) == dict(zip(texts, values, strict=True))
+
+
+def test_round_trip_of_awkward_values(tmp_path: Path) -> None:
+    """Text that looks like numbers, small numbers, unicode, nested options, empty lists."""
+    recipe = ClassificationRecipe(
+        about="1e-3", init="no", data="α: β # γ", lr=1e-7, min_lr=1.5e-300, mean=(0.1,), model_options={"in_chans": 1}
+    )
+    text = to_yaml(recipe)
+    assert [line.split(":")[0] for line in text.splitlines()][:2] == ["about", "seed"]
+    assert len(text.splitlines()) == len(fields(recipe)) + 1
+    assert "crop_scale: [0.08, 1.0]\n" in text
+    assert _recipe(_written(tmp_path, text)) == recipe
+
+
+# Command
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    recipes()
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.split()}
+    assert set(NAMES) < set(lines)
+    assert lines["imagenet1k_base"].split()[1:3] == ["vision_longformer_base", "imagenet"]
+    assert lines["imagenet1k_base"].split()[-2:] == ["150", "1024"]
+
+
+def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    recipes(json=True)
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["recipe"] for row in rows] == NAMES
+    assert rows[NAMES.index("imagenet21k_base")] | {"about": ""} == {
+        "recipe": "imagenet21k_base",
+        "model": "vision_longformer_base",
+        "data": "wds/imagenet21k",
+        "about": "",
+        "epochs": 90,
+        "batch_size": 1024,
+    }
+
+
+def test_one_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    recipes("imagenet1k_small_random_shift")
+    about, *lines = capsys.readouterr().out.splitlines()
+    assert about.startswith("about: ")
+    assert lines == ["model: vision_longformer_small", "neighbours: random"]
+    recipes("imagenet1k_small_random_shift", all=True)
+    assert "shift_until: 0.75\n" in capsys.readouterr().out
+    recipes("imagenet1k_small_random_shift", json=True)
+    assert json.loads(capsys.readouterr().out)["crop_scale"] == [0.08, 1.0]
