@@ -20,7 +20,7 @@ from vision_longformer.geometry import Grid
 from vision_longformer.models import config as cfg
 from vision_longformer.ops import why_not
 from vision_longformer.ops.spec import LocalSpec
-from vision_longformer.training.task import Observer
+from vision_longformer.training.callbacks import Callback
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest difference to the float64 oracle, relative to the largest value, by dtype."""
@@ -196,13 +196,13 @@ def image(height: int = 64, width: int = 64, batch: int = 2, dtype: torch.dtype 
 # Training
 
 
-class StopAt(Observer):
+class StopAt(Callback):
     """Ends the process's work after a step, as ``kill -9`` would: nothing is saved."""
 
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def step(self, step: int) -> None:
+    def on_step(self, step: int) -> None:
         if step == self._step:
             raise KeyboardInterrupt
 

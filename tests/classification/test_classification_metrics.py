@@ -147,7 +147,7 @@ class _Model(nn.Module):
 
 def test_evaluate_model() -> None:
     model, data, told = _Model().train(), _Data(), []
-    result = evaluate_model(model, data, torch.device("cpu"), tell=lambda *done: told.append(done))  # type: ignore[arg-type]
+    result = evaluate_model(model, data, torch.device("cpu"), progress=lambda *done: told.append(done))  # type: ignore[arg-type]
     expected = _score(model.linear(data.images.flatten(1)), data.labels)
     assert result[:3] == expected[:3]
     assert result.loss == pytest.approx(expected.loss, rel=1e-6)

@@ -23,11 +23,12 @@ from vision_longformer.checkpoint import load_info
 from vision_longformer.classification import evaluate, resume
 from vision_longformer.classification import task as train
 from vision_longformer.classification.model import initial_model
-from vision_longformer.classification.task import CLASSIFICATION
+from vision_longformer.classification.recipe import ClassificationRecipe
 from vision_longformer.cli.main import main
 from vision_longformer.errors import CheckpointError
-from vision_longformer.training.recipe import recipe_names
-from vision_longformer.training.run_directory import RunDirectory, load_state
+from vision_longformer.training.checkpointer import latest_checkpoint, load_state
+from vision_longformer.training.recipe import recipe_names, resolve
+from vision_longformer.training.run_directory import RunDirectory
 
 CLASSES = ("dark", "middle", "bright")
 
@@ -70,7 +71,7 @@ def settings(data: Path, **changes: Any) -> dict[str, Any]:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    path = RunDirectory(run).latest()
+    path = latest_checkpoint(run / "checkpoints")
     assert path is not None
     state = load_state(path)
     return {**state["model"], **{f"average {name}": value for name, value in state["average"].items()}}
@@ -104,7 +105,7 @@ def test_a_killed_run_ends_with_the_same_weights(
 ) -> None:
     options = settings(images, checkpoint_minutes=minutes)
     with pytest.raises(KeyboardInterrupt):
-        train("quickstart", output=tmp_path / "run", observer=StopAt(step), **options)
+        train("quickstart", output=tmp_path / "run", callback=StopAt(step), **options)
     resumed = resume(tmp_path / "run")
     assert_equal(weights(trained), weights(resumed.run))
     assert resumed.results == [r for r in RunDirectory(trained).records() if "evaluation" in r][-1]["evaluation"]
@@ -178,7 +179,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_a_checkpoint_of_the_same_classes_keeps_its_head(trained: Path, images: Path) -> None:
-    recipe = CLASSIFICATION.resolve("quickstart", **settings(images, init=str(trained / "last.safetensors")))
+    recipe = resolve(ClassificationRecipe, "quickstart", **settings(images, init=str(trained / "last.safetensors")))
     model, report = initial_model(recipe, CLASSES)
     assert_equal(model.state_dict(), load(trained / "last.safetensors").state_dict())
     assert "nothing was resized" in report
@@ -188,13 +189,15 @@ def test_a_checkpoint_of_the_same_classes_keeps_its_head(trained: Path, images: 
 def test_other_classes_get_a_new_head(trained: Path, images: Path, tmp_path: Path) -> None:
     path = trained / "last.safetensors"
     classes = ("bright", "purple")
-    fresh = initial_model(CLASSIFICATION.resolve("quickstart", **settings(images)), classes)[0].head.weight
-    model, report = initial_model(CLASSIFICATION.resolve("quickstart", **settings(images, init=str(path))), classes)
+    fresh = initial_model(resolve(ClassificationRecipe, "quickstart", **settings(images)), classes)[0].head.weight
+    model, report = initial_model(
+        resolve(ClassificationRecipe, "quickstart", **settings(images, init=str(path))), classes
+    )
     assert torch.equal(model.head.weight, fresh)
     assert "head: 0 of 2 classes" in report
     class_map = tmp_path / "map.yaml"
     class_map.write_text("bright: bright\n")
-    recipe = CLASSIFICATION.resolve("quickstart", **settings(images, init=str(path), class_map=str(class_map)))
+    recipe = resolve(ClassificationRecipe, "quickstart", **settings(images, init=str(path), class_map=str(class_map)))
     model, report = initial_model(recipe, classes)
     assert torch.equal(model.head.weight[0], load(path).head.weight[2])
     assert torch.equal(model.head.weight[1], fresh[1])
@@ -209,17 +212,17 @@ def test_other_classes_get_a_new_head(trained: Path, images: Path, tmp_path: Pat
 
 def test_tables_are_resized_to_another_image_size(trained: Path, images: Path, tmp_path: Path) -> None:
     source = VisionLongformer(
-        CLASSIFICATION.resolve("quickstart", **settings(images)).model_config(3), img_size=(40, 40)
+        resolve(ClassificationRecipe, "quickstart", **settings(images)).model_config(3), img_size=(40, 40)
     )
     path = save(source, tmp_path / "other.safetensors")
-    recipe = CLASSIFICATION.resolve("quickstart", **settings(images, init=str(path)))
+    recipe = resolve(ClassificationRecipe, "quickstart", **settings(images, init=str(path)))
     assert "resized" in initial_model(recipe, CLASSES)[1]
 
 
 def test_a_checkpoint_of_another_model_is_refused(images: Path, tmp_path: Path) -> None:
-    config = CLASSIFICATION.resolve("quickstart", **settings(images)).model_config(3)
+    config = resolve(ClassificationRecipe, "quickstart", **settings(images)).model_config(3)
     path = save(VisionLongformer(config, stages=config.stages[:1]), tmp_path / "other.safetensors")
-    recipe = CLASSIFICATION.resolve("quickstart", **settings(images, init=str(path)))
+    recipe = resolve(ClassificationRecipe, "quickstart", **settings(images, init=str(path)))
     with pytest.raises(CheckpointError, match=r"last stage has|weights are of another model"):
         initial_model(recipe, CLASSES)
 
@@ -275,12 +278,12 @@ def test_ten_kills_at_random_moments(images: Path, tmp_path: Path) -> None:
     folder, kills, dice = tmp_path / "killed", 0, random.Random(1)
     arguments = ["train", "quickstart", *as_arguments({**values, "output": str(folder)})]
     while True:
-        before = RunDirectory(folder).latest() if folder.exists() else None
+        before = latest_checkpoint(folder / "checkpoints") if folder.exists() else None
         process = subprocess.Popen(command(*arguments), env=ENVIRONMENT, start_new_session=True)
         if kills == 10:
             assert process.wait() == 0
             break
-        while process.poll() is None and (not folder.exists() or RunDirectory(folder).latest() == before):
+        while process.poll() is None and (not folder.exists() or latest_checkpoint(folder / "checkpoints") == before):
             time.sleep(0.05)
         time.sleep(dice.uniform(0, 0.5))
         os.killpg(process.pid, signal.SIGKILL)
@@ -291,9 +294,9 @@ def test_ten_kills_at_random_moments(images: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", recipe_names("classification"))
+@pytest.mark.parametrize("name", recipe_names(ClassificationRecipe))
 def test_every_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
-    recipe = CLASSIFICATION.resolve(name)
+    recipe = resolve(ClassificationRecipe, name)
     config = recipe.model_config(recipe.num_classes or 1000)
     shape = (4, *config.img_size, *((3,) if config.in_chans == 3 else ()))
     generator = np.random.default_rng(0)

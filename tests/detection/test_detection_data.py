@@ -252,7 +252,7 @@ def test_images_of_another_size(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=r"1\.png cannot be read as an image"):
         data.read(1)
     told: list[tuple[int, int]] = []
-    (checked,) = check_coco(tmp_path, tell=lambda done, total: told.append((done, total)))
+    (checked,) = check_coco(tmp_path, progress=lambda done, total: told.append((done, total)))
     assert told == [(1, 3), (2, 3), (3, 3)]
     assert [(p.image, p.what.split(" (")[0].split(":")[0]) for p in checked.problems] == [
         (1, f"is stated to be 40×30, but {tmp_path}/train/0.png is 30×40"),

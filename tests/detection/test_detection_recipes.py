@@ -13,13 +13,13 @@ from builders import write_garments
 from vision_longformer.costs.detection import detection_entries
 from vision_longformer.detection.config import KINDS
 from vision_longformer.detection.recipe import DetectionRecipe
-from vision_longformer.detection.task import DETECTION, train
+from vision_longformer.detection.task import DetectionTask, train
 from vision_longformer.training.optimizer import learning_rate
-from vision_longformer.training.recipe import recipe_names, to_yaml
+from vision_longformer.training.recipe import recipe_names, resolve, to_yaml
 from vision_longformer.training.run_directory import RunDirectory
 
-NAMES = recipe_names("detection")
-COMPARED = DETECTION.resolve("mask_rcnn_small_1x")
+NAMES = recipe_names(DetectionRecipe)
+COMPARED = resolve(DetectionRecipe, "mask_rcnn_small_1x")
 
 PEAK_AND_DROP_PATH = {"tiny": (1e-4, 0.05), "small": (1e-4, 0.1), "medium": (1e-4, 0.2), "base": (8e-5, 0.2)}
 """By size; of drop path, the first of the paper's two values."""
@@ -31,19 +31,19 @@ SCHEDULES = {"1x": (90_000, 60_000, 80_000, (800,)), "3x": (270_000, 180_000, 24
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_recipes(name: str, tmp_path: Path) -> None:
     """Each builds, says what it is for, and comes back from what it is written as, whole or as a delta."""
-    recipe = DETECTION.resolve(name)
+    recipe = resolve(DetectionRecipe, name)
     assert 10 < len(recipe.about) < 100
     for changed_only in (False, True):
         path = tmp_path / "mine.yaml"
         path.write_text(to_yaml(recipe, changed_only=changed_only))
-        assert DETECTION.resolve(str(path)) == recipe
+        assert resolve(DetectionRecipe, str(path)) == recipe
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", PEAK_AND_DROP_PATH)
 @pytest.mark.parametrize("length", SCHEDULES)
 def test_training_table_of_the_paper(kind: str, size: str, length: str) -> None:
-    recipe = DETECTION.resolve(f"{kind}_{size}_{length}")
+    recipe = resolve(DetectionRecipe, f"{kind}_{size}_{length}")
     (peak, drop_path), (total, first, second, sizes) = PEAK_AND_DROP_PATH[size], SCHEDULES[length]
     assert (recipe.detector, recipe.model, recipe.drop_path) == (kind, f"vision_longformer_{size}", drop_path)
     assert (recipe.steps, recipe.batch_size, recipe.optimizer) == (total, 16, "adamw")
@@ -63,7 +63,7 @@ def _rates(recipe: DetectionRecipe, total: int, *steps: int) -> list[float]:
 def test_comparison_of_mechanisms() -> None:
     """One recipe for each row of the paper's table, which differs from ViL-Small's in the backbone only."""
     names = [name for name in NAMES if name.startswith("mask_rcnn_small_1x_")]
-    recipes = [DETECTION.resolve(name) for name in names]
+    recipes = [resolve(DetectionRecipe, name) for name in names]
     assert sorted(recipe.model for recipe in recipes) == sorted(e.backbone for e in detection_entries() if e.memory)
     for name, recipe in zip(names, recipes, strict=True):
         assert recipe.model == f"msvit_small_1_2_8_1_{name.removeprefix('mask_rcnn_small_1x_')}"
@@ -71,7 +71,7 @@ def test_comparison_of_mechanisms() -> None:
 
 
 def test_performer_draws_features_anew_every_thousand_steps() -> None:
-    assert [step for step in range(3500) if DETECTION.redraw_is_due(step, 0, step)] == [1000, 2000, 3000]
+    assert [step for step in range(3500) if DetectionTask.redraws_features(step, 0, step)] == [1000, 2000, 3000]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def coco(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_takes_two_steps(name: str, coco: Path, tmp_path: Path) -> None:
     """The detector at full depth and width, on small images."""
-    options = {**DETECTION.resolve(name).detector_options, "min_size": [128], "max_size": 160}
+    options = {**resolve(DetectionRecipe, name).detector_options, "min_size": [128], "max_size": 160}
     changes = {"data": str(coco), "batch_size": 2, "steps": 2, "workers": 0, "log_every": 1}
     result = train(name, output=tmp_path / "run", detector_options=options, **changes)
     records = RunDirectory(result.run).records()

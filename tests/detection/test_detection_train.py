@@ -17,9 +17,11 @@ from builders import StopAt, write_garments
 from vision_longformer.cli.main import main
 from vision_longformer.detection.checkpoint import load_named
 from vision_longformer.detection.evaluate import evaluate
-from vision_longformer.detection.task import DETECTION, resume, train
-from vision_longformer.training.recipe import to_yaml
-from vision_longformer.training.run_directory import RunDirectory, load_state
+from vision_longformer.detection.recipe import DetectionRecipe
+from vision_longformer.detection.task import resume, train
+from vision_longformer.training.checkpointer import latest_checkpoint, load_state
+from vision_longformer.training.recipe import resolve, to_yaml
+from vision_longformer.training.run_directory import RunDirectory
 
 SMALL = {"channels": 8, "box_width": 8, "mask_channels": 8, "mask_layers": 1, "min_size": [48, 64], "max_size": 96}
 
@@ -73,9 +75,11 @@ def test_a_run_leaves_a_detector(trained: Path) -> None:
 
 def test_a_killed_run_ends_with_the_same_weights(trained: Path, coco: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        train("quickstart", output=tmp_path / "run", observer=StopAt(6), **settings(coco))
+        train("quickstart", output=tmp_path / "run", callback=StopAt(6), **settings(coco))
     resumed = resume(tmp_path / "run")
-    one, other = (load_state(path) for run in (trained, resumed.run) if (path := RunDirectory(run).latest()))
+    one, other = (
+        load_state(path) for run in (trained, resumed.run) if (path := latest_checkpoint(run / "checkpoints"))
+    )
     for part in ("model", "average"):
         assert [name for name in one[part] if not torch.equal(one[part][name], other[part][name])] == []
 
@@ -93,7 +97,9 @@ def test_retinanet_learns_without_masks(coco: Path, tmp_path: Path) -> None:
 def test_two_processes_train_one_detector(coco: Path, tmp_path: Path, strategy: str) -> None:
     """What is saved scores what the processes measured together, each on its share of the images."""
     options = {**SMALL, "score_threshold": 0.0}
-    recipe = DETECTION.resolve("quickstart", **settings(coco, strategy=strategy, detector_options=options, ema=None))
+    recipe = resolve(
+        DetectionRecipe, "quickstart", **settings(coco, strategy=strategy, detector_options=options, ema=None)
+    )
     (tmp_path / "mine.yaml").write_text(to_yaml(recipe))
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "vision_longformer"]
     command = ["detect", "train", str(tmp_path / "mine.yaml"), "--output", str(tmp_path / "run")]

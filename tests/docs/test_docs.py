@@ -15,10 +15,11 @@ import pytest
 from docs_fixtures import FILES, NEEDS, NOT_RUN, SHORTER, SHORTER_CODE, code_as_run, command_as_run, make_files
 from docs_pages import PAGES, ROOT, blocks, shell_commands, vil_arguments
 
-from vision_longformer.classification.task import CLASSIFICATION
+from vision_longformer.classification.recipe import ClassificationRecipe
+from vision_longformer.training.recipe import resolve
 from vision_longformer.cli.main import COMMANDS
 from vision_longformer.cli.parser import Group, run_command
-from vision_longformer.detection.task import DETECTION
+from vision_longformer.detection.recipe import DetectionRecipe
 from vision_longformer.models.zoo import model_config
 from vision_longformer.training.recipe import parse_values
 
@@ -42,20 +43,20 @@ def _all_commands() -> Iterator[tuple[str, str]]:
 def _check_train(recipe: str | None = None, resume: str | None = None, **options: Any) -> None:
     settings = {name: value for name, value in options.items() if name not in ("output", "dry_run")}
     if resume is None:
-        CLASSIFICATION.resolve(recipe or "quickstart", **parse_values(settings))
+        resolve(ClassificationRecipe, recipe or "quickstart", **parse_values(settings))
 
 
 def _check_detect_train(recipe: str | None = None, resume: str | None = None, **options: Any) -> None:
     settings = {name: value for name, value in options.items() if name != "output"}
     if resume is None:
-        DETECTION.resolve(recipe or "quickstart", **parse_values(settings))
+        resolve(DetectionRecipe, recipe or "quickstart", **parse_values(settings))
 
 
 NAMES: dict[str, Callable[..., Any]] = {
     "train": _check_train,
     "detect train": _check_detect_train,
-    "recipes": lambda name, **_: name and CLASSIFICATION.resolve(name),
-    "detect recipes": lambda name, **_: name and DETECTION.resolve(name),
+    "recipes": lambda name, **_: name and resolve(ClassificationRecipe, name),
+    "detect recipes": lambda name, **_: name and resolve(DetectionRecipe, name),
     "cost": lambda model, **_: model_config(model),
 }
 """What a command does with the names it is given, as far as it can be known without running it."""

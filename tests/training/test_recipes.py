@@ -13,12 +13,11 @@ from vision_longformer.classification.recipe import ClassificationRecipe
 from vision_longformer.cli.recipes import recipes
 from vision_longformer.training.recipe import build, load_recipe, parse_values, recipe_names, to_yaml
 
-KIND = "classification"
-NAMES = recipe_names(KIND)
+NAMES = recipe_names(ClassificationRecipe)
 
 
 def _recipe(name: str) -> ClassificationRecipe:
-    return build(ClassificationRecipe, load_recipe(KIND, name), name)
+    return build(ClassificationRecipe, load_recipe(ClassificationRecipe, name), name)
 
 
 def _written(folder: Path, text: str, name: str = "mine.yaml") -> str:
@@ -105,7 +104,7 @@ def test_variants_differ_from_their_base_in_one_thing(size: str, layout: str) ->
 
 def test_own_file_on_a_shipped_one(tmp_path: Path) -> None:
     path = _written(tmp_path, "base: imagenet1k_medium\nlr: 4e-4\nmilestones: [0.5, 1e-1]\nema: 0.9999\n")
-    values = load_recipe(KIND, path)
+    values = load_recipe(ClassificationRecipe, path)
     assert (values["lr"], values["milestones"], values["model"]) == (4e-4, [0.5, 0.1], "vision_longformer_medium")
     assert "base" not in values
 
@@ -128,16 +127,16 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 def test_a_chain_that_never_ends(base: str, tmp_path: Path) -> None:
     path = _written(tmp_path, "base: " + base.format(folder=tmp_path.name))
     with pytest.raises(ValueError, match="has itself for its base"):
-        load_recipe(KIND, path)
+        load_recipe(ClassificationRecipe, path)
 
 
 def test_names_that_do_not_exist(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown recipe 'imagenet1k_tinny'; did you mean 'imagenet1k_tiny'"):
-        load_recipe(KIND, "imagenet1k_tinny")
+        load_recipe(ClassificationRecipe, "imagenet1k_tinny")
     with pytest.raises(FileNotFoundError, match=r"there is no recipe file no.yaml"):
-        load_recipe(KIND, "no.yaml")
+        load_recipe(ClassificationRecipe, "no.yaml")
     with pytest.raises(FileNotFoundError, match=r"there is no recipe file .*gone.yaml"):
-        load_recipe(KIND, _written(tmp_path, "base: gone.yaml"))
+        load_recipe(ClassificationRecipe, _written(tmp_path, "base: gone.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,7 @@ def test_names_that_do_not_exist(tmp_path: Path) -> None:
 )
 def test_files_that_are_no_recipes(text: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        load_recipe(KIND, _written(tmp_path, text))
+        load_recipe(ClassificationRecipe, _written(tmp_path, text))
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -163,7 +162,7 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"lr: \xff\xfe")
     with pytest.raises(ValueError, match=r"mine.yaml is not text in UTF-8: invalid start byte at byte 4"):
-        load_recipe(KIND, str(path))
+        load_recipe(ClassificationRecipe, str(path))
 
 
 # Values

@@ -16,15 +16,19 @@ from builders import StopAt
 from torch import Tensor, nn
 
 from vision_longformer import ModelConfig, StageConfig, VisionLongformer
+from vision_longformer.classification.task import ClassificationTask
+from vision_longformer.data.loading import Progress
 from vision_longformer.data.randomness import derive, seeded
 from vision_longformer.models import config as cfg
-from vision_longformer.training.backbone_schedule import BackboneSchedule, paper_redraw
+from vision_longformer.training.backbone_schedule import BackboneSchedule
+from vision_longformer.training.callbacks import Callback
+from vision_longformer.training.checkpointer import latest_checkpoint, load_state
 from vision_longformer.training.distributed import make_accelerator
 from vision_longformer.training.ema import WeightAverage
-from vision_longformer.training.loop import Interrupted, Training, total_steps
+from vision_longformer.training.loop import Interrupted, TrainingLoop, total_steps
 from vision_longformer.training.recipe import TrainSettings
-from vision_longformer.training.run_directory import RunDirectory, load_state, next_free
-from vision_longformer.training.task import Observer, Tell, TrainingError
+from vision_longformer.training.run_directory import RunDirectory, next_free
+from vision_longformer.training.task import TrainingError, TrainingTask
 
 
 def small_config() -> ModelConfig:
@@ -36,7 +40,7 @@ def small_config() -> ModelConfig:
     return ModelConfig(stages, img_size=(8, 8), in_chans=1, num_classes=3, drop_path_rate=0.3, neighbours="random")
 
 
-class ToyTask:
+class ToyTask(TrainingTask):
     """Random images with random labels, a function of epoch and batch."""
 
     score = "score"
@@ -54,20 +58,27 @@ class ToyTask:
             images = torch.randn(2, 1, 8, 8, generator=generator)
             yield images, torch.randint(3, (2,), generator=generator)
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], place: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(
+        self, model: nn.Module, batch: tuple[Tensor, Tensor], micro_batch_index: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-        return loss * (float("nan") if place == self.spoil else 1), {"accuracy": torch.tensor(50.0)}
+        return loss * (float("nan") if micro_batch_index == self.spoil else 1), {"accuracy": torch.tensor(50.0)}
 
-    def evaluate(self, tell: Tell) -> dict[str, float]:
+    def evaluate(self, progress: Progress) -> dict[str, float]:
         self.evaluations += 1
         return {"score": float(self.model.head.weight.detach().double().sum())}
 
     def save(self, path: Path) -> None:
         path.write_text(str(float(self.model.head.weight.detach().double().sum())))
 
+    def draw(self, folder: Path) -> None:
+        raise AssertionError("the loop itself draws nothing")
+
+    redraws_features = staticmethod(ClassificationTask.redraws_features)
+
 
 class SignalAt(StopAt):
-    def step(self, step: int) -> None:
+    def on_step(self, step: int) -> None:
         if step == self._step:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -78,18 +89,18 @@ SETTINGS = TrainSettings(
 
 
 def training(
-    folder: Path, task: ToyTask | None = None, observer: Observer | None = None, settings: TrainSettings = SETTINGS
-) -> Training:
+    folder: Path, task: ToyTask | None = None, callback: Callback | None = None, settings: TrainSettings = SETTINGS
+) -> TrainingLoop:
     task = task or ToyTask()
     run = RunDirectory.reopen(folder) if folder.exists() else RunDirectory.create(folder, "seed: 0\n")
     steps = total_steps(settings, task.batches_per_epoch)
-    schedule = BackboneSchedule(task.model, settings.seed, round(0.75 * steps), paper_redraw)
-    return Training(task, settings, run, make_accelerator(settings), schedule, observer or Observer())
+    schedule = BackboneSchedule(task.model, settings.seed, round(0.75 * steps), task.redraws_features)
+    return TrainingLoop(task, settings, run, make_accelerator(settings), schedule, callback or Callback())
 
 
 def outcome(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The last state, and the metrics but for speed."""
-    path = RunDirectory(folder).latest()
+    path = latest_checkpoint(folder / "checkpoints")
     assert path is not None
     records = RunDirectory(folder).records()
     for record in records:
@@ -135,7 +146,7 @@ def test_a_run_logs_evaluates_and_saves(uninterrupted: Path) -> None:
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(uninterrupted: Path, tmp_path: Path, step: int) -> None:
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        training(folder, observer=StopAt(step)).train()
+        training(folder, callback=StopAt(step)).train()
     training(folder).train()
     for one, other in zip(outcome(uninterrupted), outcome(folder), strict=True):
         assert_same(one, other)
@@ -145,7 +156,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(uninterrupted: Path, tm
 def test_a_signal_saves_and_ends(uninterrupted: Path, tmp_path: Path, step: int) -> None:
     folder, settings = tmp_path / "run", SETTINGS
     with pytest.raises(Interrupted, match=f"SIGTERM after step {step}") as caught:
-        training(folder, observer=SignalAt(step), settings=settings).train()
+        training(folder, callback=SignalAt(step), settings=settings).train()
     assert caught.value.number == signal.SIGTERM
     assert outcome(folder)[0]["counters"]["step"] == step
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -211,7 +222,7 @@ def test_a_run_directory_is_not_overwritten(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", "seed: 3\n")
     assert (run.path / "recipe.yaml").read_text() == "seed: 3\n"
     assert json.loads((run.path / "environment.json").read_text())["packages"]["torch"] in torch.__version__
-    with pytest.raises(FileExistsError, match="exists; give another --output, or go on with that run by --resume"):
+    with pytest.raises(FileExistsError, match="exists; give another --output, or resume that run by --resume"):
         RunDirectory.create(tmp_path / "run", "")
     with pytest.raises(ValueError, match="another process is training in"):
         RunDirectory.reopen(run.path).lock()
@@ -258,7 +269,7 @@ def test_average_of_weights() -> None:
 
 def test_schedule_of_shift_and_features() -> None:
     model = VisionLongformer(small_config())
-    schedule = BackboneSchedule(model, seed=0, shift_until=30, redraw_is_due=paper_redraw)
+    schedule = BackboneSchedule(model, seed=0, shift_until=30, redraws_features=ClassificationTask.redraws_features)
     features, redrawn = model.state_dict()["stages.1.blocks.0.attn.features"].clone(), []
     for step in range(36):
         epoch, of_epoch = divmod(step, 12)

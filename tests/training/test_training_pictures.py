@@ -33,7 +33,7 @@ def test_there_are_curves_after_each_evaluation_and_pictures_of_each_new_best_mo
     for record, best in zip(RECORDS, (False, False, True, False, False), strict=True):
         run.record(record)
         if "evaluation" in record:
-            pictures.evaluated(record, best)
+            pictures.on_evaluate(record, best)
             with Image.open(run.path / "curves.png") as page:
                 pages.append(np.asarray(page))
     assert drawn == [run.path]

@@ -5,7 +5,7 @@ How good a classifier is on a data set, over any number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -17,6 +17,7 @@ from accelerate import PartialState
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..data.loading import Progress
 from ..data.order import Process
 from ..errors import check_at_least
 from ..export.runtime import is_exported
@@ -106,9 +107,6 @@ def _percent(part: int, whole: int) -> float:
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By precision, the dtype that matrix products run in, or None for the model's own."""
 
-Tell = Callable[[int, int], None]
-"""Told of progress: images done, images in all."""
-
 
 def evaluate(
     checkpoint: str | Path,
@@ -120,7 +118,7 @@ def evaluate(
     workers: int = 2,
     precision: str = "fp32",
     skip_bad_images: bool = False,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Result:
     """Accuracy and loss of a checkpoint on the ``split`` of ``data``, with its own preprocessing.
 
@@ -135,7 +133,7 @@ def evaluate(
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.
         skip_bad_images: leave out images that cannot be read, instead of stopping.
-        tell: is told of progress.
+        progress: called with what is done and what there is in all.
     """
     if is_exported(checkpoint) and precision != "fp32":
         raise ValueError(f"{checkpoint} computes in the precision that it was exported with; leave out {precision}")
@@ -153,7 +151,7 @@ def evaluate(
         preprocessing = replace(preprocessing, classes=_names_in_data(recipe, len(preprocessing.classes)))
     state = PartialState(cpu=not torch.cuda.is_available())
     share = eval_data(recipe, preprocessing, Process(state.process_index, state.num_processes))
-    result = evaluate_model(model.to(state.device), share, state.device, AUTOCAST[precision], tell)
+    result = evaluate_model(model.to(state.device), share, state.device, AUTOCAST[precision], progress)
     if not result.samples:
         raise ValueError(f"none of the {result.skipped} images of {data} could be read")
     return result
@@ -169,7 +167,7 @@ def evaluate_model(
     data: EvalData,
     device: torch.device,
     autocast: torch.dtype | None = None,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Result:
     """Accuracy and loss of a model, over all processes; the model is left in the mode it was in.
 
@@ -188,8 +186,8 @@ def evaluate_model(
                 logits = plain(images.to(device, non_blocking=True))
                 score.add(logits[: len(labels)], labels.to(device, non_blocking=True))
                 done += len(labels)
-                if tell is not None:
-                    tell(min(done * processes, data.size), data.size)
+                if progress is not None:
+                    progress(min(done * processes, data.size), data.size)
     finally:
         plain.train(training)
     score.skipped += data.skipped

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from ..export.verify import Exported, Tell, export_checked
+from ..export.verify import Exported, Progress, export_checked
 from ..export.writers import file_metadata
 from ..models import VisionLongformer
 from ..models.config import ModelConfig, size_pair
@@ -56,7 +56,7 @@ def export_model(
     backbone: bool = False,
     info: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Exported:
     """Write a model as one ``.onnx`` or ``.pt2`` file, and compare what it computes with the model.
 
@@ -72,7 +72,7 @@ def export_model(
         backbone: the maps of all stages instead of logits.
         info: further JSON data for the file's metadata, such as the preprocessing's.
         overwrite: replace an existing file.
-        tell: is told of progress.
+        progress: called with what is done and what there is in all.
     """
     if not (backbone or model.num_classes):
         raise ValueError("this model has no classes to tell apart; export it as a backbone")
@@ -98,7 +98,7 @@ def export_model(
         dynamic_shapes=(_axes(config, dynamic=dynamic),),
         expected=BackboneMaps(reference) if backbone else reference,
         overwrite=overwrite,
-        tell=tell,
+        progress=progress,
     )
 
 
@@ -175,7 +175,7 @@ def compare_files(
     *,
     batch_size: int = 64,
     workers: int = 2,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Run both files on each batch of the ``split`` of ``data``, in turns, so that the machine is equally busy."""
     recipe = ClassificationRecipe(data=data, eval_split=split, eval_batch_size=batch_size, workers=workers)
@@ -190,8 +190,8 @@ def compare_files(
         named = [run.add(batch, labels) for run in (runs if done % 2 else runs[::-1])]
         changed += int((named[0] != named[1]).sum())
         done += len(labels)
-        if tell is not None:
-            tell(done, images.size)
+        if progress is not None:
+            progress(done, images.size)
     if not done:
         raise ValueError(f"there are no images in the {split} split of {data}")
     first, second = (run.measured(Path(path)) for run, path in zip(runs, (before, after), strict=True))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import check_at_least, check_choice, check_fraction
 from ..models.config import ModelConfig
@@ -13,6 +14,43 @@ from ..training.recipe import BackboneSettings
 CROPS = ("random_resized", "random", "pad", "none")
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "random")
 TABLE_RESIZES = ("offset", "bilinear")
+
+MECHANISMS = {
+    "full": ("Full attention", 76.1, 81.9),
+    "linformer": ("Linformer", 74.7, 81.0),
+    "partial_linformer": ("Linformer, then full", 75.6, 81.8),
+    "sra64": ("SRA 16, 8, 4, 2", 69.1, 76.4),
+    "sra32": ("SRA 8, 4, 2, 1", 73.2, 79.9),
+    "partial_sra32": ("SRA 8, 4, then full", 75.2, 81.6),
+    "global": ("Global memory", 71.5, 79.0),
+    "partial_global": ("Global memory, then full", 75.3, 81.5),
+    "performer": ("Performer", 71.1, 78.7),
+    "partial_performer": ("Performer, then full", 75.3, 81.7),
+}
+"""The mechanisms compared, and their accuracy in the paper at size tiny and small."""
+
+ABSOLUTE_POSITION = {"tiny": 76.3, "small": 82.0, "medium": 83.3, "base": 83.2}
+"""The paper's accuracy with absolute position, by size."""
+
+
+def _generated() -> dict[str, dict[str, Any]]:
+    """Recipes that differ from ``imagenet1k_SIZE`` in the mechanism, in its position or in random shift."""
+    recipes: dict[str, dict[str, Any]] = {}
+    for column, (size, layout) in enumerate((("tiny", "1_1_9_1"), ("small", "1_2_8_1"))):
+        base = {"base": f"imagenet1k_{size}"}
+        for mechanism, (words, *accuracy) in MECHANISMS.items():
+            about = f"{words}; {accuracy[column]}% in the paper"
+            model = f"msvit_{size}_{layout}_{mechanism}"
+            recipes[f"imagenet1k_{size}_{mechanism}"] = {**base, "about": about, "model": model}
+        shift = {"neighbours": "random", "shift_until": 0.75}
+        about = f"ViL-{size.title()} with random shift until 75%"
+        recipes[f"imagenet1k_{size}_random_shift"] = {**base, "about": about, **shift}
+    for size, accuracy_ape in ABSOLUTE_POSITION.items():
+        about = f"ViL-{size.title()}-APE; {accuracy_ape}% in the paper"
+        model = f"vision_longformer_{size}_ape"
+        recipes[f"imagenet1k_{size}_ape"] = {"base": f"imagenet1k_{size}", "about": about, "model": model}
+    recipes["imagenet1k_small_full"] |= {"batch_size": 256, "lr_batch": 1024}  # as the paper trained it
+    return recipes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +88,9 @@ class ClassificationRecipe(BackboneSettings):
         std: of the channels; None for ImageNet's.
         eval_batch_size: images per evaluation batch and process; None: as in training.
     """
+
+    task: ClassVar[str] = "classification"
+    generated: ClassVar[Mapping[str, Mapping[str, Any]]] = _generated()
 
     image_size: int | None = None
     init: str | None = None

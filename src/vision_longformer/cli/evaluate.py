@@ -50,7 +50,7 @@ def evaluate(
 
     if confusion is not None:
         check_picture(confusion)
-    with counting("evaluating") as tell:
+    with counting("evaluating") as progress:
         result = evaluate_checkpoint(
             checkpoint,
             data,
@@ -60,7 +60,7 @@ def evaluate(
             workers=workers,
             precision=precision,
             skip_bad_images=skip_bad_images,
-            tell=tell,
+            progress=progress,
         )
     PartialState().destroy_process_group()
     if not PartialState().is_main_process:

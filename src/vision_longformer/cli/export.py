@@ -40,8 +40,8 @@ def export(
 
     path = check_target(output or Path(checkpoint).with_suffix(f".{format}"), format)
     options: dict[str, Any] = {"format": format, "size": None if size is None else parse_size(size)}
-    with counting("exporting") as tell:
-        exported = _export(checkpoint, path, dynamic, backbone, overwrite=overwrite, tell=tell, **options)
+    with counting("exporting") as progress:
+        exported = _export(checkpoint, path, dynamic, backbone, overwrite=overwrite, progress=progress, **options)
     _print_differences(exported)
 
 

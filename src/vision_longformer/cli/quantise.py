@@ -46,8 +46,8 @@ def quantise(
     if data is not None:
         from ..classification.export import compare_files
 
-        with counting("comparing") as tell:
-            found = compare_files(model, path, data, split, batch_size=batch_size, workers=workers, tell=tell)
+        with counting("comparing") as progress:
+            found = compare_files(model, path, data, split, batch_size=batch_size, workers=workers, progress=progress)
         _print_comparison(found, f"{data}, {split}")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .output import print_json, print_table
 
 if TYPE_CHECKING:
-    from ..training.recipe import TrainSettings
+    from ..training.recipe import BackboneSettings
 
 
 def recipes(name: str | None = None, /, *, all: bool = False, json: bool = False) -> None:
@@ -33,20 +33,22 @@ def detect_recipes(name: str | None = None, /, *, all: bool = False, json: bool 
     _list_or_show("detection", name, all, json)
 
 
-def _list_or_show(kind: str, name: str | None, all_settings: bool, json: bool) -> None:
+def _list_or_show(task: str, name: str | None, all_settings: bool, json: bool) -> None:
+    from ..training.recipe import resolve
+
     if name is None:
-        _list(kind, json)
+        _list(task, json)
     else:
-        _show(_recipe(kind, name), all_settings, json)
+        _show(resolve(_recipe_type(task), name), all_settings, json)
 
 
-def _list(kind: str, json: bool) -> None:
-    from ..training.recipe import recipe_names
+def _list(task: str, json: bool) -> None:
+    from ..training.recipe import recipe_names, resolve
 
-    columns = ("recipe", "model", "data", "about", "steps" if kind == "detection" else "epochs", "batch_size")
+    columns = ("recipe", "model", "data", "about", "steps" if task == "detection" else "epochs", "batch_size")
     rows = []
-    for name in recipe_names(kind):
-        recipe = _recipe(kind, name)
+    for name in recipe_names(_recipe_type(task)):
+        recipe = resolve(_recipe_type(task), name)
         rows.append((name, *(getattr(recipe, column) for column in columns[1:])))
     if json:
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
@@ -54,7 +56,7 @@ def _list(kind: str, json: bool) -> None:
         print_table(f"{len(rows)} recipes", (*columns[:-1], "batch"), rows, left=4)
 
 
-def _show(recipe: TrainSettings, all_settings: bool, json: bool) -> None:
+def _show(recipe: BackboneSettings, all_settings: bool, json: bool) -> None:
     from ..training.recipe import to_yaml
 
     if json:
@@ -63,11 +65,11 @@ def _show(recipe: TrainSettings, all_settings: bool, json: bool) -> None:
         print(to_yaml(recipe, changed_only=not all_settings), end="")
 
 
-def _recipe(kind: str, name: str) -> TrainSettings:
-    if kind == "detection":
-        from ..detection.task import DETECTION
+def _recipe_type(task: str) -> type[BackboneSettings]:
+    if task == "detection":
+        from ..detection.recipe import DetectionRecipe
 
-        return DETECTION.resolve(name)
-    from ..classification.task import CLASSIFICATION
+        return DetectionRecipe
+    from ..classification.recipe import ClassificationRecipe
 
-    return CLASSIFICATION.resolve(name)
+    return ClassificationRecipe

@@ -9,7 +9,7 @@ from .output import print_line, print_table
 from .training import QUICK_START, run_training
 
 if TYPE_CHECKING:
-    from ..training.run import Trained
+    from ..training.run import TrainedRun
 
 
 def train(
@@ -33,19 +33,20 @@ def train(
         output: the run directory, runs/RECIPE-1 or the next free number by default.
         dry_run: print the resolved settings, the schedule, and what it would take on this machine; train nothing.
     """
-    from ..classification.task import CLASSIFICATION
     from ..training.recipe import parse_values
 
     changes = parse_values(settings)
     if dry_run:
         _print_plan(recipe or QUICK_START, changes)
         return
-    trained = run_training(CLASSIFICATION, recipe, resume, output, changes, "vil train", "top1")
+    from ..classification.task import ClassificationTask
+
+    trained = run_training(ClassificationTask, recipe, resume, output, changes, "vil train")
     if trained is not None:
         _print_end(trained)
 
 
-def _print_end(trained: Trained) -> None:
+def _print_end(trained: TrainedRun) -> None:
     results = trained.results
     line = f"{results['top1']:.2f}% top-1, {results['top5']:.2f}% top-5 on the evaluation set"
     print_line(f"{line}; best checkpoint: {trained.checkpoint}")
@@ -56,11 +57,11 @@ def _print_end(trained: Trained) -> None:
 
 def _print_plan(recipe: str, changes: Mapping[str, Any]) -> None:
     from ..classification.estimate import estimate
-    from ..classification.task import CLASSIFICATION
-    from ..training.recipe import to_yaml
+    from ..classification.recipe import ClassificationRecipe
+    from ..training.recipe import resolve, to_yaml
     from .training import duration
 
-    resolved = CLASSIFICATION.resolve(recipe, **changes)
+    resolved = resolve(ClassificationRecipe, recipe, **changes)
     print_line(to_yaml(resolved).rstrip())
     plan = estimate(resolved)
     print_table("Schedule", ("epoch", "learning rate"), [(f"{at:g}", f"{rate:.3g}") for at, rate in plan.rates])

@@ -1,7 +1,4 @@
-"""What the training commands share: running to the end or to a signal.
-
-A training run on the terminal: a live bar where there is one, a line per evaluation everywhere.
-"""
+"""What the training commands share: a run to its end or to a signal, shown as a bar and a line per evaluation."""
 
 from __future__ import annotations
 
@@ -14,42 +11,41 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..training.task import Observer
+from ..training.callbacks import Callback
 from .output import log_lines
 
 if TYPE_CHECKING:
-    from ..training.run import Kind, Trained
+    from ..training.run import TrainedRun
+    from ..training.task import TrainingTask
 
 QUICK_START = "quickstart"
 
 
 def run_training(
-    kind: Kind[Any, Any],
+    task_type: type[TrainingTask],
     recipe: str | None,
     resume: str | None,
     output: str | None,
     changes: Mapping[str, Any],
     command: str,
-    score: str,
-) -> Trained | None:
-    """Train or go on, told on the terminal; None in processes other than the first. ``score`` is what is shown."""
+) -> TrainedRun | None:
+    """Train or resume with progress on the terminal; None in processes other than the first."""
+    from ..training import run
     from ..training.loop import Interrupted
 
-    pass
-
     if resume is not None and (changes or output or recipe):
-        raise ValueError("--resume goes on with a run as it was; it takes no recipe, settings or other options")
+        raise ValueError("--resume continues a run as it was started; it takes no recipe, settings or other options")
     first = int(os.environ.get("RANK", 0)) == 0
-    observer = TrainingProgress(score)
+    callback = TrainingProgress(task_type.score)
     try:
         with log_lines():
             if resume is not None:
-                trained = kind.resume(resume, observer)
+                trained = run.resume(task_type, resume, callback=callback)
             else:
-                trained = kind.train(recipe or QUICK_START, output, observer, **changes)
+                trained = run.train(task_type, recipe or QUICK_START, output=output, callback=callback, **changes)
     except Interrupted as interruption:
         if first:
-            print(f"{interruption}; go on by: {command} --resume {interruption.run}", file=sys.stderr)
+            print(f"{interruption}; resume with: {command} --resume {interruption.run}", file=sys.stderr)
         raise SystemExit(128 + interruption.number) from None
     return trained if first else None
 
@@ -58,7 +54,7 @@ QUIET_SECONDS = 30
 """Without a terminal, the longest time between two lines."""
 
 
-class TrainingProgress(Observer):
+class TrainingProgress(Callback):
     """Writes to stderr. ``name`` is the result that is shown, such as "top1", a percentage."""
 
     def __init__(self, name: str) -> None:
@@ -76,34 +72,34 @@ class TrainingProgress(Observer):
             disable=not self._console.is_terminal,
         )
 
-    def start(self, step: int, total: int, per_epoch: int) -> None:
-        self._total, self._per_epoch, self._started, self._first = total, per_epoch, time.monotonic(), step
+    def on_start(self, step: int, total: int, steps_per_epoch: int) -> None:
+        self._total, self._per_epoch, self._started, self._first = total, steps_per_epoch, time.monotonic(), step
         self._values, self._told = "", time.monotonic()
         self._bar.start()
         self._training = self._bar.add_task("training", total=total, completed=step, values="")
         self._evaluating = self._bar.add_task("evaluating", total=None, visible=False, values="")
         if step:
-            self._console.print(f"going on at step {step} of {total}")
+            self._console.print(f"resuming from step {step} of {total}")
 
-    def step(self, step: int) -> None:
+    def on_step(self, step: int) -> None:
         self._bar.update(self._training, completed=step)
 
-    def logged(self, values: dict[str, Any]) -> None:
+    def on_log(self, values: dict[str, Any]) -> None:
         accuracy = f"  accuracy {values['accuracy']:.1f}%" if "accuracy" in values else ""
         self._values = f"loss {values['loss']:.3f}{accuracy}  {values['images_per_second']:.0f} images/s"
         self._bar.update(self._training, values=self._values)
         if not self._console.is_terminal and time.monotonic() - self._told > QUIET_SECONDS:
             self._line(f"step {values['step']} of {self._total}  {self._values}  {self._left(values['step'])}")
 
-    def evaluating(self, done: int, total: int) -> None:
+    def on_eval_progress(self, done: int, total: int) -> None:
         self._bar.update(self._evaluating, completed=done, total=total, visible=done < total)
 
-    def evaluated(self, values: dict[str, Any], best: bool) -> None:
+    def on_evaluate(self, values: dict[str, Any], best: bool) -> None:
         epochs = -(-self._total // self._per_epoch)
         result = f"{self._name} {values['evaluation'][self._name]:.2f}%{' (best)' if best else ''}"
         self._line(f"epoch {values['epoch']} of {epochs}  {self._values}  {result}  {self._left(values['step'])}")
 
-    def close(self) -> None:
+    def on_end(self) -> None:
         self._bar.stop()
 
     def _line(self, text: str) -> None:

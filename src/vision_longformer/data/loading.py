@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from .images import ImageError
 
+Progress = Callable[[int, int], None]
+"""Called with how many of how many samples are done."""
+
 
 class DataError(ValueError):
     """Data that is not as it should be, which is found out when it is read."""

@@ -78,11 +78,6 @@ def open_source(
 
 
 def _open(data: str, split: str, classes: Sequence[str] | None, num_classes: int | None) -> Source:
-    pass
-    pass
-    pass
-    pass
-
     unnamed = classes or (num_classes and tuple(map(str, range(num_classes)))) or None
     if data == "fashion-mnist":
         return fashion_mnist(split)

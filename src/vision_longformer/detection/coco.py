@@ -25,9 +25,8 @@ from pycocotools import mask as rle
 from torch import Tensor
 
 from ..data.images import decode_image
-from ..data.loading import DataError
+from ..data.loading import DataError, Progress
 from ..data.sources import check_undivided, split_names
-from ..training.task import Tell
 from .dataset import Category, Target
 
 YEARS = ("2017", "2014")
@@ -411,25 +410,27 @@ class Checked(NamedTuple):
     problems: list[Problem]
 
 
-def check_coco(data: str | Path, split: str | None = None, tell: Tell | None = None) -> list[Checked]:
-    """Check a split, or all that there are; ``tell`` is told of the images of each."""
+def check_coco(data: str | Path, split: str | None = None, progress: Progress | None = None) -> list[Checked]:
+    """Check a split, or all that there are; ``progress`` is called with the images of each that are done."""
     data = Path(data)
     if not data.exists():
         raise FileNotFoundError(f"there is no data {data}; give a folder or a .json file in COCO's form")
-    return [_check(open_coco(data, name), tell) for name in ([split] if split else found_splits(data))]
+    return [_check(open_coco(data, name), progress) for name in ([split] if split else found_splits(data))]
 
 
-def _check(files: CocoFiles, tell: Tell | None) -> Checked:
+def _check(files: CocoFiles, progress: Progress | None) -> Checked:
     found = inspect_coco(files.content)
-    problems = [*found.problems, *_file_problems(files, found.images.values(), tell)]
+    problems = [*found.problems, *_file_problems(files, found.images.values(), progress)]
     return Checked(files.annotations, len(files.content["images"]), len(files.content["annotations"]), problems)
 
 
-def _file_problems(files: CocoFiles, records: Collection[dict[str, Any]], tell: Tell | None) -> Iterator[Problem]:
+def _file_problems(
+    files: CocoFiles, records: Collection[dict[str, Any]], progress: Progress | None
+) -> Iterator[Problem]:
     """Images that are missing, or of another size than their boxes and masks were made for."""
     for done, record in enumerate(records, 1):
-        if tell is not None:
-            tell(done, len(records))
+        if progress is not None:
+            progress(done, len(records))
         path = files.image(record)
         if not path.is_file():
             yield Problem(record["id"], None, f"has no file: {path} is missing")

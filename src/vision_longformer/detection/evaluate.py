@@ -22,9 +22,9 @@ from pycocotools.cocoeval import COCOeval
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..data.loading import Progress
 from ..data.order import Process
 from ..data.sources import check_classes
-from ..training.task import Tell
 from .checkpoint import load_named
 from .dataset import Category, DetectionShare, Target, open_detection
 from .detections import coco_result, found_by_model, run_lengths
@@ -158,7 +158,7 @@ class DetectionResult:
 
 
 def evaluate_detector(
-    model: nn.Module, data: DetectionShare, device: torch.device, tell: Tell | None = None
+    model: nn.Module, data: DetectionShare, device: torch.device, progress: Progress | None = None
 ) -> DetectionResult:
     """COCO's measures of a model, the same in every process; the model is left in the mode it was in.
 
@@ -174,8 +174,8 @@ def evaluate_detector(
         with torch.no_grad():
             for done, (image, target) in enumerate(data.images(), 1):
                 own.add(image, target, plain([image.to(device)])[0], data.categories)
-                if tell is not None:
-                    tell(min(done * processes, data.size), data.size)
+                if progress is not None:
+                    progress(min(done * processes, data.size), data.size)
             for _ in range(-(-data.size // processes) - len(own.images)):
                 plain([torch.zeros(3, 32, 32, device=device)])
     finally:
@@ -238,7 +238,7 @@ def evaluate(
     *,
     workers: int = 2,
     skip_bad: bool = False,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> DetectionResult:
     """COCO's measures of a checkpoint on the ``split`` of ``data``; under ``torchrun``, processes share the images.
 
@@ -248,7 +248,7 @@ def evaluate(
         split: which part of it.
         workers: data-loading processes.
         skip_bad: leave out images and annotations that make no sense, instead of stopping.
-        tell: is told of progress.
+        progress: called with what is done and what there is in all.
     """
     detector = load_named(checkpoint)
     source = open_detection(data, split, masks=detector.config.kind == "mask_rcnn", skip_bad=skip_bad)
@@ -261,4 +261,4 @@ def evaluate(
     state = PartialState(cpu=not torch.cuda.is_available())
     process = Process(state.process_index, state.num_processes)
     share = DetectionShare(source, process=process, workers=workers, skip_bad=skip_bad)
-    return evaluate_detector(detector.model.to(state.device), share, state.device, tell)
+    return evaluate_detector(detector.model.to(state.device), share, state.device, progress)

@@ -30,7 +30,7 @@ from torchvision.ops import clip_boxes_to_image, nms
 
 from ..errors import CheckpointError
 from ..export.runtime import ExportedModel, load_exported
-from ..export.verify import Exported, Tell, export_checked
+from ..export.verify import Exported, Progress, export_checked
 from ..export.writers import file_metadata
 from ..models import VisionLongformer
 from ..models.config import size_pair
@@ -177,7 +177,7 @@ def export_detector(
     size: int | tuple[int, int] | None = None,
     info: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Exported:
     """Write a detector as one ``.onnx`` or ``.pt2`` file, and compare what both find in photos.
 
@@ -192,7 +192,7 @@ def export_detector(
         size: height and width of the image; a square of the model's ``min_size`` if None.
         info: further JSON data for the file's metadata, such as the categories.
         overwrite: replace an existing file.
-        tell: is told of progress.
+        progress: called with what is done and what there is in all.
     """
     if not isinstance(model, RetinaNet | MaskRCNN):
         raise ValueError(f"a {type(model).__name__} is no detector of build_detector, and cannot be exported as one")
@@ -218,7 +218,7 @@ def export_detector(
             output_names=graph.outputs,
             expected=expected,
             overwrite=overwrite,
-            tell=tell,
+            progress=progress,
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..data.loading import Progress
 from ..errors import check_choice
 from ..files import written_whole
 from .runtime import as_tuple, load_exported
@@ -62,9 +63,6 @@ def _difference(shape: tuple[int, ...], got: Tensor, wanted: Tensor) -> Differen
 
 FORMATS = ("onnx", "pt2")
 
-Tell = Callable[[int, int], None]
-"""Told of progress: steps done, steps in all."""
-
 
 @dataclass(frozen=True)
 class Exported:
@@ -87,7 +85,7 @@ def export_checked(
     dynamic_shapes: Shapes = None,
     expected: Callable[..., Any] | None = None,
     overwrite: bool = False,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Exported:
     """Trace ``module`` on the first example, write the file, and compare its outputs on all examples.
 
@@ -98,8 +96,8 @@ def export_checked(
     done = iter(range(1, steps + 1))
 
     def step() -> None:
-        if tell is not None:
-            tell(next(done), steps)
+        if progress is not None:
+            progress(next(done), steps)
 
     with written_whole(path, overwrite=overwrite) as temporary:
         program = trace(module, examples[0], dynamic_shapes)

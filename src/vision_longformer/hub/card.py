@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from math import isnan
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from ..costs import count_parameters, paper_macs
 from ..models.config import ModelConfig
 from ..models.timm_registry import data_config
 from ..models.zoo import MODELS
-from ..training.recipe import to_yaml
+from ..training.recipe import resolve, to_yaml
 from ..training.run_directory import ENVIRONMENT, RECIPE, RunDirectory
+from ..training.task import TrainingTask
 
 
 def timm_config(config: ModelConfig, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,25 +161,25 @@ def run_facts(checkpoint: Path, format: str) -> RunFacts | None:
     folder = checkpoint.parent
     if not (folder / RECIPE).is_file():
         return None
-    kind, score = _kind(format)
-    recipe = kind.resolve(str(folder / RECIPE))
+    task = _task_type(format)
+    recipe: Any = resolve(task.recipe_type, str(folder / RECIPE))
     data = _public(recipe.data)
     shown = replace(recipe, data=data, init=recipe.init and _public(recipe.init))
     packages = json.loads((folder / ENVIRONMENT).read_text())["packages"]
-    evaluation = _run_evaluation(RunDirectory(folder), checkpoint.stem, score)
+    evaluation = _run_evaluation(RunDirectory(folder), checkpoint.stem, task.score)
     yaml = to_yaml(shown, changed_only=True)
     return RunFacts(data, recipe.train_split, recipe.eval_split, yaml, packages, evaluation)
 
 
-def _kind(format: str) -> tuple[Any, str]:
-    """The kind of training and the measure that its best checkpoint is chosen by."""
+def _task_type(format: str) -> type[TrainingTask]:
+    """The training task that files of this format come from."""
     if format == DETECTOR:
-        from ..detection.task import DETECTION, DetectionTask
+        from ..detection.task import DetectionTask
 
-        return DETECTION, DetectionTask.score
-    from ..classification.task import CLASSIFICATION, ClassificationTask
+        return DetectionTask
+    from ..classification.task import ClassificationTask
 
-    return CLASSIFICATION, ClassificationTask.score
+    return ClassificationTask
 
 
 def _public(path: str) -> str:
@@ -191,7 +192,7 @@ def _run_evaluation(run: RunDirectory, name: str, score: str) -> dict[str, float
     found = [record["evaluation"] for record in run.records() if "evaluation" in record]
     if not found or name not in ("best", "last"):
         return {}
-    return max(found, key=lambda one: one[score]) if name == "best" else found[-1]
+    return max(found, key=lambda one: -inf if one[score] is None else one[score]) if name == "best" else found[-1]
 
 
 MOST_LABELS = 100
@@ -265,5 +266,5 @@ def _training(run: RunFacts) -> str:
 
 
 def _evaluation(run: RunFacts) -> list[str]:
-    measured = {name: f"{value:.4g}" for name, value in run.evaluation.items() if not isnan(value)}
+    measured = {name: f"{value:.4g}" for name, value in run.evaluation.items() if value is not None}
     return [f"## Results\n\nOn `{run.data}`, split `{run.eval_split}`:\n\n{_table(measured)}"] if measured else []

@@ -1,1 +1,1 @@
-"""What classification and detection share: settings, optimisation, randomness, the run directory and the loop."""
+"""What all tasks share: recipes, optimisation, the loop, checkpoints, callbacks and the run directory."""

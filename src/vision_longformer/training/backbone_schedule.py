@@ -1,4 +1,4 @@
-"""What changes inside a Vision Longformer as training goes on: random shift and its end, new Performer features."""
+"""What changes inside a Vision Longformer during training: random shift and its end, new Performer features."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..data.randomness import derive
 from ..models import VisionLongformer
 from ..models.attention import PerformerAttention
 
-RedrawIsDue = Callable[[int, int, int], bool]
+RedrawsFeatures = Callable[[int, int, int], bool]
 """From the step, its epoch and its number in the epoch, all counted from 0."""
 
 
 class BackboneSchedule:
     """Sets every Vision Longformer inside ``model`` before each step, as a function of the step alone.
 
-    ``shift_until`` is the step from which random shift gives way to all neighbours; ``redraw_is_due`` says whether
+    ``shift_until`` is the step from which random shift gives way to all neighbours; ``redraws_features`` says whether
     Performer features are drawn anew before a step.
     """
 
-    def __init__(self, model: nn.Module, seed: int, shift_until: int, redraw_is_due: RedrawIsDue) -> None:
+    def __init__(self, model: nn.Module, seed: int, shift_until: int, redraws_features: RedrawsFeatures) -> None:
         self._backbones = [module for module in model.modules() if isinstance(module, VisionLongformer)]
-        self._seed, self._shift_until, self._redraw_is_due = seed, shift_until, redraw_is_due
+        self._seed, self._shift_until, self._redraws_features = seed, shift_until, redraws_features
         self._has_features = any(isinstance(module, PerformerAttention) for module in model.modules())
 
     def before_step(self, step: int, epoch: int, step_of_epoch: int) -> None:
@@ -32,7 +32,7 @@ class BackboneSchedule:
         for model in self._backbones:
             if model.config.neighbours == "random" and step >= self._shift_until:
                 model.set_neighbours("all")
-        if self._has_features and self._redraw_is_due(step, epoch, step_of_epoch):
+        if self._has_features and self._redraws_features(step, epoch, step_of_epoch):
             generator = torch.Generator().manual_seed(derive(self._seed, "features", step))
             for model in self._backbones:
                 model.redraw_features(generator)
@@ -42,8 +42,3 @@ class BackboneSchedule:
         for model in self._backbones:
             if model.config.neighbours == "random":
                 model.random_shift.seed(derive(self._seed, "shift") % 2**32, step)
-
-
-def paper_redraw(step: int, epoch: int, step_of_epoch: int) -> bool:
-    """As the paper trains classifiers: at the start of epoch T and every 1 + 5T steps from there."""
-    return step_of_epoch % (1 + 5 * epoch) == 0

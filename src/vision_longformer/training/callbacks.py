@@ -1,54 +1,79 @@
-"""Those who watch a run beside the terminal: several at once, and TensorBoard.
+"""What watches a run: the interface of callbacks, curves and pictures in the run directory, TensorBoard.
 
-Pictures that a run leaves in its directory: how it goes, after each evaluation, and what its best model does.
+Free of torch, so that commands can subclass :class:`Callback` and still start at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from ..files import written_whole
-from .run_directory import RunDirectory
-from .task import Observer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .run_directory import RunDirectory
+
+LABEL_COLOUR = "#5f6b7a"
 
 
-class Observers(Observer):
-    """Passes everything on to each of ``observers``."""
+class Callback:
+    """Watches a run; this one does nothing."""
 
-    def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
+    def on_start(self, step: int, total: int, steps_per_epoch: int) -> None:
+        """Before the first step; ``step`` of ``total`` are done already if the run was resumed."""
 
-    def start(self, step: int, total: int, per_epoch: int) -> None:
-        for observer in self._observers:
-            observer.start(step, total, per_epoch)
+    def on_step(self, step: int) -> None:
+        """After each optimiser step."""
 
-    def step(self, step: int) -> None:
-        for observer in self._observers:
-            observer.step(step)
+    def on_log(self, values: dict[str, Any]) -> None:
+        """After each line of training metrics."""
 
-    def logged(self, values: dict[str, Any]) -> None:
-        for observer in self._observers:
-            observer.logged(values)
+    def on_eval_progress(self, done: int, total: int) -> None:
+        """During an evaluation: samples done, samples in all."""
 
-    def evaluating(self, done: int, total: int) -> None:
-        for observer in self._observers:
-            observer.evaluating(done, total)
+    def on_evaluate(self, values: dict[str, Any], best: bool) -> None:
+        """After an evaluation; ``best`` if it chose a new best checkpoint."""
 
-    def evaluated(self, values: dict[str, Any], best: bool) -> None:
-        for observer in self._observers:
-            observer.evaluated(values, best)
-
-    def close(self) -> None:
-        for observer in self._observers:
-            observer.close()
+    def on_end(self) -> None:
+        """At the end, however the run ends."""
 
 
-class TensorBoard(Observer):
-    """Events for TensorBoard in a folder; those of steps that are taken again after a resumption are purged."""
+class CallbackList(Callback):
+    """Calls each of ``callbacks`` in turn."""
+
+    def __init__(self, *callbacks: Callback) -> None:
+        self._callbacks = callbacks
+
+    def on_start(self, step: int, total: int, steps_per_epoch: int) -> None:
+        for callback in self._callbacks:
+            callback.on_start(step, total, steps_per_epoch)
+
+    def on_step(self, step: int) -> None:
+        for callback in self._callbacks:
+            callback.on_step(step)
+
+    def on_log(self, values: dict[str, Any]) -> None:
+        for callback in self._callbacks:
+            callback.on_log(values)
+
+    def on_eval_progress(self, done: int, total: int) -> None:
+        for callback in self._callbacks:
+            callback.on_eval_progress(done, total)
+
+    def on_evaluate(self, values: dict[str, Any], best: bool) -> None:
+        for callback in self._callbacks:
+            callback.on_evaluate(values, best)
+
+    def on_end(self) -> None:
+        for callback in self._callbacks:
+            callback.on_end()
+
+
+class TensorBoard(Callback):
+    """Events for TensorBoard in a folder; events of steps that a resumed run repeats are purged."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,15 +86,15 @@ class TensorBoard(Observer):
             return False
         return True
 
-    def start(self, step: int, total: int, per_epoch: int) -> None:
+    def on_start(self, step: int, total: int, steps_per_epoch: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(self._folder), purge_step=step + 1 if step else None)
 
-    def logged(self, values: dict[str, Any]) -> None:
+    def on_log(self, values: dict[str, Any]) -> None:
         self._write("train", values, values["step"])
 
-    def evaluated(self, values: dict[str, Any], best: bool) -> None:
+    def on_evaluate(self, values: dict[str, Any], best: bool) -> None:
         self._write("evaluation", values["evaluation"], values["step"])
 
     def _write(self, group: str, values: dict[str, Any], step: int) -> None:
@@ -77,23 +102,20 @@ class TensorBoard(Observer):
             if name != "step":
                 self._writer.add_scalar(f"{group}/{name}", value, step)
 
-    def close(self) -> None:
+    def on_end(self) -> None:
         self._writer.close()
 
 
-QUIET = "#5f6b7a"
-
-
-class Pictures(Observer):
+class Pictures(Callback):
     """Draws the curves of ``results`` after each evaluation, and calls ``draw`` when there is a new best model.
 
-    A run that ends early, or is still going on, can be looked at like a finished one.
+    A run that ends early, or is still running, can be looked at like a finished one.
     """
 
     def __init__(self, run: RunDirectory, results: Sequence[str], draw: Callable[[Path], object]) -> None:
         self._run, self._results, self._draw = run, results, draw
 
-    def evaluated(self, values: dict[str, Any], best: bool) -> None:
+    def on_evaluate(self, values: dict[str, Any], best: bool) -> None:
         with written_whole(self._run.path / "curves.png", overwrite=True) as temporary:
             curves(self._run.records(), self._results).savefig(temporary, format="png", dpi=120)
         if best:
@@ -101,23 +123,25 @@ class Pictures(Observer):
 
 
 def curves(records: Sequence[dict[str, Any]], results: Sequence[str]) -> Figure:
-    """Loss and evaluation results, in percent, over the steps of a run."""
+    """Loss and evaluation results, in percent, over the steps of a run; values that are null are left out."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     losses, scores = figure.subplots(1, 2)
-    logged = [(line["step"], line["loss"]) for line in records if "loss" in line]
+    logged = [(line["step"], line["loss"]) for line in records if line.get("loss") is not None]
     losses.plot(*zip(*logged, strict=True) if logged else ([], []), color="#1f5fa8")
     losses.set_title("training loss", loc="left", fontsize=11)
     losses.set_ylim(bottom=0)
     evaluated = [(line["step"], line["evaluation"]) for line in records if "evaluation" in line]
     for name in results:
-        measured = [(step, values[name]) for step, values in evaluated if name in values]
+        measured = [(step, values[name]) for step, values in evaluated if values.get(name) is not None]
         if measured:
             label = f"{name.replace('_', ' ')}: {measured[-1][1]:.1f}"
             scores.plot(*zip(*measured, strict=True), marker="o", markersize=4, label=label)
     scores.set_title("evaluation, %", loc="left", fontsize=11)
     scores.legend(frameon=False)
     for axes in (losses, scores):
-        axes.set_xlabel("steps", color=QUIET)
+        axes.set_xlabel("steps", color=LABEL_COLOUR)
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,18 +1,23 @@
-"""The state of a run between two steps, whole on one process however it is distributed over several.
+"""Checkpoints of a run: everything to resume from, in one file per step, whole however the model is distributed.
 
-Randomness has no state (see :mod:`.randomness`), so weights, optimiser and counters are all there is.
+Randomness has no state (see :mod:`~vision_longformer.data.randomness`), so weights, optimiser and counters are all
+there is.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
+from ..errors import CheckpointError
+from ..files import written_whole
 from .ema import WeightAverage
 
 
@@ -26,39 +31,80 @@ class Counters:
     sums: dict[str, float] = field(default_factory=dict)
 
 
-def take(
-    model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None, counters: Counters, scaler: Any
-) -> dict[str, Any]:
-    """Everything to go on from here; all processes take part, each gets the whole."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, optimisation = get_state_dict(model, optimizer, options=options)
-    return {
-        "model": weights,
-        "optimizer": optimisation,
-        "average": None if average is None else {name: _whole(value) for name, value in average.values.items()},
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "counters": asdict(counters),
-    }
+class Checkpointer:
+    """Writes and reads the checkpoints of a run in ``folder``; the previous one goes when the next one is safe.
+
+    All processes take part in both; the main process writes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        average: WeightAverage | None,
+        accelerator: Accelerator,
+    ) -> None:
+        self._folder, self._model, self._optimizer = folder, model, optimizer
+        self._average, self._accelerator = average, accelerator
+
+    def latest(self) -> Path | None:
+        return latest_checkpoint(self._folder)
+
+    def save(self, counters: Counters) -> None:
+        """Write the checkpoint of a step, then remove those before it."""
+        state = self._state(counters)
+        if self._accelerator.is_main_process:
+            path = self._folder / f"step_{counters.step:09d}.pt"
+            with written_whole(path, overwrite=True) as temporary:
+                torch.save(state, temporary)
+            for old in self._folder.glob("step_*.pt"):
+                if old.name < path.name:
+                    old.unlink()
+        self._accelerator.wait_for_everyone()
+
+    def restore(self, path: Path) -> Counters:
+        """Load a checkpoint, into one process or a share of it into each of several."""
+        state = load_state(path)
+        options = StateDictOptions(full_state_dict=True, strict=True)
+        set_state_dict(
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=options,
+        )
+        if self._average is not None:
+            self._average.load(state["average"])
+        if self._accelerator.scaler is not None:
+            self._accelerator.scaler.load_state_dict(state["scaler"])
+        return Counters(**state["counters"])
+
+    def _state(self, counters: Counters) -> dict[str, Any]:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights, moments = get_state_dict(self._model, self._optimizer, options=options)
+        average, scaler = self._average, self._accelerator.scaler
+        return {
+            "model": weights,
+            "optimizer": moments,
+            "average": None if average is None else {name: _gathered(value) for name, value in average.values.items()},
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "counters": asdict(counters),
+        }
 
 
-def restore(
-    state: dict[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    average: WeightAverage | None,
-    scaler: Any,
-) -> Counters:
-    """Put a state back, into one process or a share of it into each of several."""
-    options = StateDictOptions(full_state_dict=True, strict=True)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-    )
-    if average is not None:
-        average.load(state["average"])
-    if scaler is not None:
-        scaler.load_state_dict(state["scaler"])
-    return Counters(**state["counters"])
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in a folder."""
+    return max(folder.glob("step_*.pt"), default=None)
 
 
-def _whole(value: Tensor) -> Tensor:
+def load_state(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files raise nearly anything
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}); the run cannot be resumed") from error
+
+
+def _gathered(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()

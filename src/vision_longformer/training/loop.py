@@ -1,11 +1,9 @@
-"""Ending a run when asked: the first signal lets it save and leave, a second one ends it at once.
-
-The training loop of classification and detection: steps, logs, evaluations, checkpoints, an end when asked.
-"""
+"""The training loop of all tasks: steps, logs, evaluations, checkpoints, an orderly end when a signal asks for it."""
 
 from __future__ import annotations
 
 import errno
+import math
 import signal
 import threading
 import time
@@ -18,22 +16,236 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from ..data.randomness import derive
 from .backbone_schedule import BackboneSchedule
-from .checkpointer import Counters, restore, take
+from .callbacks import Callback
+from .checkpointer import Checkpointer, Counters
 from .distributed import agree, distribute, from_main, mean_over_processes, without_sync
 from .ema import WeightAverage
 from .optimizer import learning_rate
 from .recipe import TrainSettings
-from .run_directory import RunDirectory, load_state
-from .task import Observer, Task, TrainingError
+from .run_directory import RunDirectory
+from .task import TrainingError, TrainingTask
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class Interrupted(Exception):
+    """A run was asked to end by signal ``number``, and has saved its state."""
+
+    def __init__(self, number: int, step: int, run: Path) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
+        self.number, self.run = number, run
+
+
+class TrainingLoop:
+    """One run of a task. Everything it draws is a function of the step, so a run that resumes from a checkpoint ends
+    as if it had never stopped."""
+
+    def __init__(
+        self,
+        task: TrainingTask,
+        settings: TrainSettings,
+        run: RunDirectory,
+        accelerator: Accelerator,
+        schedule: BackboneSchedule,
+        callback: Callback,
+    ) -> None:
+        self.task, self.settings, self.run, self.accelerator = task, settings, run, accelerator
+        self.schedule, self.callback = schedule, callback
+        self.steps_per_epoch = task.batches_per_epoch // settings.accumulate
+        self.total = total_steps(settings, task.batches_per_epoch)
+        self.warmup = settings.count_warmup(self.steps_per_epoch)
+        self.model, self.optimizer = distribute(accelerator, task.model, settings)
+        self.average = None if settings.ema is None else WeightAverage(task.model, settings.ema)
+        self.checkpointer = Checkpointer(
+            run.checkpoints, task.model, self.optimizer.optimizer, self.average, accelerator
+        )
+        self.counters = Counters()
+        self._sums: dict[str, Tensor] = {}
+        self._saved_at = time.monotonic()
+        self._logged_at = (time.monotonic(), 0)
+
+    def train(self) -> dict[str, Any]:
+        """Run to the end, or until a signal; the last evaluation."""
+        self._restore()
+        self.callback.on_start(self.counters.step, self.total, self.steps_per_epoch)
+        with Interruption() as interruption:
+            try:
+                while self.counters.step < self.total:
+                    self._epoch(interruption)
+                    self._evaluate()
+                    self._save()
+                self._evaluate()
+                return self._last_evaluation()
+            except (OSError, RuntimeError) as error:
+                raise self._explained(error) from error
+            finally:
+                self.callback.on_end()
+
+    def _restore(self) -> None:
+        path = from_main(self.accelerator, self.checkpointer.latest())
+        if path is None:
+            return
+        self.counters = self.checkpointer.restore(path)
+        self._sums = {name: torch.tensor(value) for name, value in self.counters.sums.items()}
+        self._logged_at = (time.monotonic(), self.counters.step)
+        if self.accelerator.is_main_process:
+            self.run.forget_after(self.counters.step)
+
+    # Steps
+
+    def _epoch(self, interruption: Interruption) -> None:
+        """From the current step to the end of its epoch or of the run."""
+        epoch, done = divmod(self.counters.step, self.steps_per_epoch)
+        if done == 0 and self.counters.evaluated < self.counters.step:
+            self._evaluate()
+        batches = self.task.batches(epoch, done * self.settings.accumulate)
+        for step_of_epoch in range(done, min(self.steps_per_epoch, done + self.total - self.counters.step)):
+            self._step(epoch, step_of_epoch, batches)
+            signal_number, due = agree(self.accelerator, interruption.requested, self._save_is_due())
+            if signal_number:
+                self._save()
+                raise Interrupted(signal_number, self.counters.step, self.run.path)
+            if due and step_of_epoch + 1 < self.steps_per_epoch:
+                self._save()
+
+    def _step(self, epoch: int, step_of_epoch: int, batches: Iterator[Any]) -> None:
+        settings, step = self.settings, self.counters.step
+        torch.manual_seed(derive(settings.seed, "step", step, self.accelerator.process_index))
+        self.schedule.before_step(step, epoch, step_of_epoch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step, self.total, self.warmup)
+        self.model.train()
+        for part, batch in enumerate(islice(batches, settings.accumulate)):
+            self.schedule.before_forward(step)
+            self._backward(batch, step * settings.accumulate + part, last=part + 1 == settings.accumulate)
+        if settings.clip_norm is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.counters.step += 1
+        if self.average is not None:
+            self.average.update(self.counters.step)
+        self.callback.on_step(self.counters.step)
+        if self.counters.step % settings.log_every == 0 or self.counters.step == self.total:
+            self._log(epoch)
+
+    def _backward(self, batch: Any, micro_batch_index: int, *, last: bool) -> None:
+        with nullcontext() if last else without_sync(self.accelerator, self.model):
+            with self.accelerator.autocast():
+                loss, values = self.task.loss(self.model, batch, micro_batch_index)
+            self.accelerator.backward(loss / self.settings.accumulate)
+        for name, value in {"loss": loss, **values}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value.detach().float()
+        self._sums["parts"] = self._sums.get("parts", torch.zeros(())) + 1
+
+    # Logs, evaluations, checkpoints
+
+    def _log(self, epoch: int) -> None:
+        step, (before, earlier) = self.counters.step, self._logged_at
+        sums = mean_over_processes(self.accelerator, self._sums)
+        parts = sums.pop("parts")
+        now = time.monotonic()
+        values = {name: value / parts for name, value in sums.items()}
+        self._check_finite(values["loss"])
+        rate = (step - earlier) * self.settings.batch_size / max(now - before, 1e-9)
+        lr = self.optimizer.param_groups[0]["lr"]
+        record = {"step": step, "epoch": epoch, "lr": lr, **values, "images_per_second": round(rate, 1)}
+        if self.accelerator.is_main_process:
+            self.run.record(record)
+        self.callback.on_log(record)
+        self._sums, self._logged_at = {}, (now, step)
+
+    def _check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss} around step {self.counters.step}; {self._intact()}, from which a run with a lower "
+                "lr, a longer warmup or clip_norm may be started"
+            )
+
+    def _evaluate(self) -> None:
+        """At the end of an epoch that is due, and of the run; not twice at a step."""
+        epoch, rest = divmod(self.counters.step, self.steps_per_epoch)
+        last = self.counters.step == self.total
+        due = last or (rest == 0 and epoch % self.settings.eval_every == 0)
+        if not due or self.counters.evaluated == self.counters.step:
+            return
+        with nullcontext() if self.average is None else self.average.applied():
+            results = self.task.evaluate(self.callback.on_eval_progress)
+            best = self._is_best(results[self.task.score])
+            if best:
+                self.counters.best = results[self.task.score]
+                self._save_model("best")
+            if last:
+                self._save_model("last")
+        self.counters.evaluated = self.counters.step
+        record = {"step": self.counters.step, "epoch": epoch, "evaluation": results}
+        if self.accelerator.is_main_process:
+            self.run.record(record)
+        self.callback.on_evaluate(record, best)
+        self._logged_at = (time.monotonic(), self.counters.step)
+
+    def _is_best(self, score: float) -> bool:
+        """Any score is better than none or NaN."""
+        best = self.counters.best
+        return best is None or math.isnan(best) or score > best
+
+    def _save_model(self, name: str) -> None:
+        self.task.save(self.run.path / f"{name}.safetensors")
+
+    def _save_is_due(self) -> bool:
+        return time.monotonic() - self._saved_at > 60 * self.settings.checkpoint_minutes
+
+    def _save(self) -> None:
+        """All processes; sums are saved as their mean over processes, which each then resumes from."""
+        if self._sums:
+            self.counters.sums = mean_over_processes(self.accelerator, self._sums)
+            self._check_finite(self.counters.sums["loss"])
+        else:
+            self.counters.sums = {}
+        self.checkpointer.save(self.counters)
+        self._saved_at = time.monotonic()
+
+    def _last_evaluation(self) -> dict[str, Any]:
+        evaluations = [line["evaluation"] for line in self.run.records() if "evaluation" in line]
+        return dict(evaluations[-1])
+
+    # What went wrong
+
+    def _explained(self, error: OSError | RuntimeError) -> Exception:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return TrainingError(f"the disk is full; {self._intact()}: make room, then --resume {self.run.path}")
+        if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+            return TrainingError(
+                f"a data-loading process died (often for want of memory); {self._intact()}: "
+                f"--resume {self.run.path}, or start again with fewer workers"
+            )
+        return error
+
+    def _intact(self) -> str:
+        path = self.checkpointer.latest()
+        return "there is no checkpoint yet" if path is None else f"the checkpoint {path} is intact"
+
+
+def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:
+    """Optimiser steps of a run."""
+    steps_per_epoch = batches_per_epoch // settings.accumulate
+    if steps_per_epoch == 0:
+        raise ValueError(
+            f"an epoch has {batches_per_epoch} batches per process, fewer than accumulate={settings.accumulate}; use a "
+            "smaller batch_size"
+        )
+    return settings.steps or settings.epochs * steps_per_epoch
+
+
 class Interruption:
-    """While entered, SIGINT and SIGTERM set ``requested`` to the signal's number instead of ending the process."""
+    """While entered, the first SIGINT or SIGTERM sets ``requested`` to its number instead of ending the process.
+
+    The run then saves and ends; a second signal ends the process at once.
+    """
 
     def __init__(self) -> None:
         self.requested = 0
@@ -57,204 +269,3 @@ class Interruption:
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before = {}
-
-
-class Interrupted(Exception):
-    """A run was asked to end by signal ``number``, and has saved its state."""
-
-    def __init__(self, number: int, step: int, run: Path) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
-        self.number, self.run = number, run
-
-
-class Training:
-    """One run of a task. All that it draws is a function of the step, so it goes on from any checkpoint as if it had
-    never stopped."""
-
-    def __init__(
-        self,
-        task: Task,
-        settings: TrainSettings,
-        run: RunDirectory,
-        accelerator: Accelerator,
-        schedule: BackboneSchedule,
-        observer: Observer,
-    ) -> None:
-        self.task, self.settings, self.run, self.accelerator = task, settings, run, accelerator
-        self.schedule, self.observer = schedule, observer
-        self.updates = task.batches_per_epoch // settings.accumulate
-        self.total = total_steps(settings, task.batches_per_epoch)
-        self.warmup = settings.count_warmup(self.updates)
-        self.model, self.optimizer = distribute(accelerator, task.model, settings)
-        self.average = None if settings.ema is None else WeightAverage(task.model, settings.ema)
-        self.counters = Counters()
-        self._sums: dict[str, torch.Tensor] = {}
-        self._saved_at = time.monotonic()
-        self._logged_at = (time.monotonic(), 0)
-
-    def train(self) -> dict[str, Any]:
-        """Run to the end, or until a signal; the last evaluation."""
-        self._restore()
-        self.observer.start(self.counters.step, self.total, self.updates)
-        with Interruption() as interruption:
-            try:
-                while self.counters.step < self.total:
-                    self._epoch(interruption)
-                    self._evaluate()
-                    self._save()
-                self._evaluate()
-                return self._finish()
-            except (OSError, RuntimeError) as error:
-                raise self._explained(error) from error
-            finally:
-                self.observer.close()
-
-    def _restore(self) -> None:
-        path = from_main(self.accelerator, self.run.latest())
-        if path is None:
-            return
-        self.counters = restore(
-            load_state(path), self.task.model, self.optimizer.optimizer, self.average, self.accelerator.scaler
-        )
-        self._sums = {k: torch.tensor(v) for k, v in self.counters.sums.items()}
-        self._logged_at = (time.monotonic(), self.counters.step)
-        if self.accelerator.is_main_process:
-            self.run.forget_after(self.counters.step)
-
-    def _epoch(self, interruption: Interruption) -> None:
-        """From the current step to the end of its epoch or of the run."""
-        epoch, done = divmod(self.counters.step, self.updates)
-        if done == 0 and self.counters.evaluated < self.counters.step:
-            self._evaluate()
-        batches = self.task.batches(epoch, done * self.settings.accumulate)
-        for step_of_epoch in range(done, min(self.updates, done + self.total - self.counters.step)):
-            self._step(epoch, step_of_epoch, batches)
-            signal_number, due = agree(self.accelerator, interruption.requested, self._save_is_due())
-            if signal_number:
-                self._save()
-                raise Interrupted(signal_number, self.counters.step, self.run.path)
-            if due and step_of_epoch + 1 < self.updates:
-                self._save()
-
-    def _step(self, epoch: int, step_of_epoch: int, batches: Iterator[Any]) -> None:
-        settings, step = self.settings, self.counters.step
-        torch.manual_seed(derive(settings.seed, "step", step, self.accelerator.process_index))
-        self.schedule.before_step(step, epoch, step_of_epoch)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step, self.total, self.warmup)
-        self.model.train()
-        for part, batch in enumerate(islice(batches, settings.accumulate)):
-            self.schedule.before_forward(step)
-            self._backward(batch, step * settings.accumulate + part, last=part + 1 == settings.accumulate)
-        if settings.clip_norm is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.counters.step += 1
-        if self.average is not None:
-            self.average.update(self.counters.step)
-        self.observer.step(self.counters.step)
-        if self.counters.step % settings.log_every == 0 or self.counters.step == self.total:
-            self._log(epoch)
-
-    def _backward(self, batch: Any, place: int, *, last: bool) -> None:
-        with nullcontext() if last else without_sync(self.accelerator, self.model):
-            with self.accelerator.autocast():
-                loss, values = self.task.loss(self.model, batch, place)
-            self.accelerator.backward(loss / self.settings.accumulate)
-        for name, value in {"loss": loss, **values}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value.detach().float()
-        self._sums["parts"] = self._sums.get("parts", torch.zeros(())) + 1
-
-    # Logs, evaluations, checkpoints
-
-    def _log(self, epoch: int) -> None:
-        step, (before, earlier) = self.counters.step, self._logged_at
-        sums = mean_over_processes(self.accelerator, self._sums)
-        parts = sums.pop("parts")
-        now = time.monotonic()
-        values = {name: value / parts for name, value in sums.items()}
-        self._check(values["loss"])
-        rate = (step - earlier) * self.settings.batch_size / max(now - before, 1e-9)
-        lr = self.optimizer.param_groups[0]["lr"]
-        record = {"step": step, "epoch": epoch, "lr": lr, **values, "images_per_second": round(rate, 1)}
-        if self.accelerator.is_main_process:
-            self.run.record(record)
-        self.observer.logged(record)
-        self._sums, self._logged_at = {}, (now, step)
-
-    def _check(self, loss: float) -> None:
-        if loss != loss or loss in (float("inf"), float("-inf")):
-            raise TrainingError(
-                f"the loss is {loss} around step {self.counters.step}; {self._intact()}, from which a run with a lower "
-                "lr, a longer warmup or clip_norm may be started"
-            )
-
-    def _evaluate(self) -> None:
-        """At the end of an epoch that is due, and of the run; not twice at a step."""
-        epoch, rest = divmod(self.counters.step, self.updates)
-        last = self.counters.step == self.total
-        due = last or (rest == 0 and epoch % self.settings.eval_every == 0)
-        if not due or self.counters.evaluated == self.counters.step:
-            return
-        with nullcontext() if self.average is None else self.average.applied():
-            results = self.task.evaluate(self.observer.evaluating)
-            best = self.counters.best is None or results[self.task.score] > self.counters.best
-            if best:
-                self.counters.best = results[self.task.score]
-                self._save_model("best")
-            if last:
-                self._save_model("last")
-        self.counters.evaluated = self.counters.step
-        record = {"step": self.counters.step, "epoch": epoch, "evaluation": results}
-        if self.accelerator.is_main_process:
-            self.run.record(record)
-        self.observer.evaluated(record, best)
-        self._logged_at = (time.monotonic(), self.counters.step)
-
-    def _save_model(self, name: str) -> None:
-        self.task.save(self.run.path / f"{name}.safetensors")
-
-    def _save_is_due(self) -> bool:
-        return time.monotonic() - self._saved_at > 60 * self.settings.checkpoint_minutes
-
-    def _save(self) -> None:
-        if self._sums:
-            self._check(float(self._sums["loss"]))
-        self.counters.sums = {name: float(value) for name, value in self._sums.items()}
-        state = take(self.task.model, self.optimizer.optimizer, self.average, self.counters, self.accelerator.scaler)
-        if self.accelerator.is_main_process:
-            self.run.save(self.counters.step, state)
-        self.accelerator.wait_for_everyone()
-        self._saved_at = time.monotonic()
-
-    def _finish(self) -> dict[str, Any]:
-        evaluations = [line["evaluation"] for line in self.run.records() if "evaluation" in line]
-        return dict(evaluations[-1])
-
-    # What went wrong
-
-    def _explained(self, error: OSError | RuntimeError) -> Exception:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return TrainingError(f"the disk is full; {self._intact()}: make room and go on by --resume {self.run.path}")
-        if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
-            return TrainingError(
-                f"a data-loading process died (often for want of memory); {self._intact()}: go on by "
-                f"--resume {self.run.path}, or start again with fewer workers"
-            )
-        return error
-
-    def _intact(self) -> str:
-        path = self.run.latest()
-        return "there is no checkpoint yet" if path is None else f"the checkpoint {path} is intact"
-
-
-def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:
-    """Optimiser steps of a run."""
-    updates = batches_per_epoch // settings.accumulate
-    if updates == 0:
-        raise ValueError(
-            f"an epoch has {batches_per_epoch} batches per process, fewer than accumulate={settings.accumulate}; use a "
-            "smaller batch_size"
-        )
-    return settings.steps or settings.epochs * updates

@@ -1,8 +1,7 @@
-"""Which parameters decay.
+"""Which parameters decay, the optimisers, and the learning rate of each step.
 
-Optimisers: torch's own, and the two of the authors' release whose steps differ from them.
-
-Learning rates as a pure function of the step, so that a resumed run needs no scheduler state.
+The optimisers are torch's own and the two of the authors' release whose steps differ from them. Learning rates are a
+pure function of the step, so a resumed run needs no scheduler state.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ position, norms and the head's bias. All other biases decay there."""
 def parameter_groups(model: nn.Module, weight_decay: float, decay: str) -> list[dict[str, Any]]:
     """The trainable parameters of ``model`` for an optimiser: those that decay, then the others, no group empty.
 
-    ``decay`` is "matrices" (parameters of at least two dimensions that the model does not name in its
+    ``decay`` is "matrices" (parameters of at least two dimensions that neither the model nor a part of it names in its
     ``no_weight_decay()``), "release" (all but :data:`RELEASE_EXEMPT`) or "all".
     """
     check_choice("decay", decay, DECAYS)
     exempt = _exempt_names(model, decay)
     decayed: list[Tensor] = []
-    kept: list[Tensor] = []
+    others: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (kept if name in exempt else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+            (others if name in exempt else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
@@ -46,8 +45,11 @@ def _exempt_names(model: nn.Module, decay: str) -> set[str]:
         return set()
     if decay == "release":
         return {name for name, _ in model.named_parameters() if any(part in name for part in RELEASE_EXEMPT)}
-    named: Any = getattr(model, "no_weight_decay", set)
-    return named() | {name for name, parameter in model.named_parameters() if parameter.dim() < 2}
+    exempt = {name for name, parameter in model.named_parameters() if parameter.dim() < 2}
+    for prefix, module in model.named_modules():
+        if hasattr(module, "no_weight_decay"):
+            exempt |= {f"{prefix}.{name}" if prefix else name for name in module.no_weight_decay()}
+    return exempt
 
 
 Groups = Iterable[dict[str, Any]]

@@ -1,28 +1,23 @@
-"""Starting runs and going on with them, whatever is trained."""
+"""Starting runs and resuming them, whatever is trained: what every task needs set up is set up here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
+from torch import nn
 
-from .backbone_schedule import BackboneSchedule, RedrawIsDue
-from .callbacks import Observers, Pictures, TensorBoard
+from .backbone_schedule import BackboneSchedule
+from .callbacks import Callback, CallbackList, Pictures, TensorBoard
 from .distributed import from_main, make_accelerator
-from .loop import Training, total_steps
-from .recipe import BackboneSettings, build, load_recipe, to_yaml
+from .loop import TrainingLoop, total_steps
+from .recipe import BackboneSettings, resolve, to_yaml
 from .run_directory import RECIPE, RunDirectory, next_free
-from .task import Observer, Task
-
-R = TypeVar("R", bound=BackboneSettings)
-T = TypeVar("T", bound=Task)
+from .task import TrainingTask
 
 
-class Trained(NamedTuple):
+class TrainedRun(NamedTuple):
     """A finished run: its directory and the last evaluation."""
 
     run: Path
@@ -37,58 +32,67 @@ class Trained(NamedTuple):
         return sorted(self.run.glob("*.png"))
 
 
-@dataclass(frozen=True)
-class Kind(Generic[R, T]):
-    """A kind of training, such as "classification": what its recipes are, how they become tasks, when Performer
-    features are drawn anew, the pictures of what the best model does, and the results that make curves."""
+def train(
+    task_type: type[TrainingTask],
+    recipe: str | BackboneSettings,
+    *,
+    output: str | Path | None = None,
+    callback: Callback | None = None,
+    **changes: Any,
+) -> TrainedRun:
+    """Train in a new run directory, ``runs/RECIPE-1`` or the next free number by default.
 
-    name: str
-    recipe: type[R]
-    make_task: Callable[[R, Accelerator], T]
-    redraw_is_due: RedrawIsDue
-    draw: Callable[[T, Path], None]
-    curves: tuple[str, ...]
+    ``recipe`` is a name, a .yaml file or the settings themselves, of which ``changes`` replace some.
+    """
+    settings = resolve(task_type.recipe_type, recipe, **changes)
+    accelerator = make_accelerator(settings)
+    task = task_type(settings, accelerator)
+    name = settings.run_prefix + (Path(recipe).stem if isinstance(recipe, str) else settings.task)
+    path = Path(from_main(accelerator, str(output or next_free(Path("runs"), name))))
+    run = RunDirectory.create(path, to_yaml(settings)) if accelerator.is_main_process else RunDirectory(path)
+    return _fit(task, settings, run, accelerator, callback)
 
-    def resolve(self, recipe: str | R, **changes: Any) -> R:
-        """A recipe by name or file, with single settings changed."""
-        if isinstance(recipe, str):
-            return build(self.recipe, {**load_recipe(self.name, recipe), **changes}, f"recipe {recipe}")
-        return replace(recipe, **changes)
 
-    def train(
-        self, recipe: str | R, output: str | Path | None = None, observer: Observer | None = None, **changes: Any
-    ) -> Trained:
-        """Train in a new run directory, ``runs/NAME-1`` or the next free number by default."""
-        resolved = self.resolve(recipe, **changes)
-        accelerator = make_accelerator(resolved)
-        task = self.make_task(resolved, accelerator)
-        name = Path(recipe).stem if isinstance(recipe, str) else self.name
-        path = Path(from_main(accelerator, str(output or next_free(Path("runs"), name))))
-        run = RunDirectory.create(path, to_yaml(resolved)) if accelerator.is_main_process else RunDirectory(path)
-        return self._run(task, resolved, run, accelerator, observer)
+def resume(task_type: type[TrainingTask], run: str | Path, *, callback: Callback | None = None) -> TrainedRun:
+    """Resume an interrupted run from its last checkpoint; it ends as if it had not been interrupted."""
+    directory = RunDirectory.reopen(Path(run))
+    settings = resolve(task_type.recipe_type, str(directory.path / RECIPE))
+    accelerator = make_accelerator(settings)
+    if accelerator.is_main_process:
+        directory.lock()
+    return _fit(task_type(settings, accelerator), settings, directory, accelerator, callback)
 
-    def resume(self, run: str | Path, observer: Observer | None = None) -> Trained:
-        """Go on with an interrupted run from its last checkpoint, as if it had not been interrupted."""
-        directory = RunDirectory.reopen(Path(run))
-        path = str(directory.path / RECIPE)
-        recipe = build(self.recipe, load_recipe(self.name, path), path)
-        accelerator = make_accelerator(recipe)
-        if accelerator.is_main_process:
-            directory.lock()
-        return self._run(self.make_task(recipe, accelerator), recipe, directory, accelerator, observer)
 
-    def _run(
-        self, task: T, recipe: R, run: RunDirectory, accelerator: Accelerator, observer: Observer | None
-    ) -> Trained:
-        shift_until = round(recipe.shift_until * total_steps(recipe, task.batches_per_epoch))
-        schedule = BackboneSchedule(task.model, recipe.seed, shift_until, self.redraw_is_due)
-        if recipe.compile:
-            task.model.compile()
-        watching: list[Observer] = []
-        if accelerator.is_main_process:
-            watching = [observer or Observer(), Pictures(run, self.curves, partial(self.draw, task))]
-            if TensorBoard.installed():
-                watching.append(TensorBoard(run.path / "tensorboard"))
-        results = Training(task, recipe, run, accelerator, schedule, Observers(*watching)).train()
-        accelerator.wait_for_everyone()
-        return Trained(run.path, results)
+def _fit(
+    task: TrainingTask,
+    settings: BackboneSettings,
+    run: RunDirectory,
+    accelerator: Accelerator,
+    callback: Callback | None,
+) -> TrainedRun:
+    if settings.grad_checkpointing:
+        _enable_grad_checkpointing(task.model)
+    shift_until = round(settings.shift_until * total_steps(settings, task.batches_per_epoch))
+    schedule = BackboneSchedule(task.model, settings.seed, shift_until, task.redraws_features)
+    if settings.compile:
+        task.model.compile()
+    callbacks: list[Callback] = []
+    if accelerator.is_main_process:
+        callbacks = [callback or Callback(), Pictures(run, task.curves, task.draw)]
+        if TensorBoard.installed():
+            callbacks.append(TensorBoard(run.path / "tensorboard"))
+    results = TrainingLoop(task, settings, run, accelerator, schedule, CallbackList(*callbacks)).train()
+    accelerator.wait_for_everyone()
+    return TrainedRun(run.path, results)
+
+
+def _enable_grad_checkpointing(model: nn.Module) -> None:
+    """Of the model itself or, in a detector, of its backbone: whatever has timm's method for it."""
+    outermost: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") or outer == "" for outer in outermost)
+        if not inside and hasattr(module, "set_grad_checkpointing"):
+            module.set_grad_checkpointing(True)
+            outermost.append(name)
+    if not outermost:
+        raise ValueError("grad_checkpointing is on, but nothing in this model supports it; turn it off")

@@ -1,37 +1,36 @@
-"""A run on disk: its recipe, environment, metrics and checkpoints, safe against crashes and against each other."""
+"""A run on disk: its recipe, environment, metrics and checkpoints, safe against crashes and against other processes."""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
-from ..errors import CheckpointError
 from ..files import written_whole
 
 RECIPE, ENVIRONMENT, METRICS = "recipe.yaml", "environment.json", "metrics.jsonl"
 
 
 class RunDirectory:
-    """The files of one run. A checkpoint is one file per step; the previous one goes when the next one is safe."""
+    """The files of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
 
     @classmethod
     def create(cls, path: Path, recipe: str) -> RunDirectory:
         """A new one; a directory that holds anything is refused."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise FileExistsError(f"{path} exists; give another --output, or go on with that run by --resume {path}")
+            raise FileExistsError(f"{path} exists; give another --output, or resume that run by --resume {path}")
         run = cls(path)
-        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
         run.lock()
         with written_whole(path / ENVIRONMENT) as temporary:
             temporary.write_text(json.dumps(environment(), indent=2) + "\n")
@@ -41,7 +40,7 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
-        """An earlier one, to go on with."""
+        """An earlier one, to resume."""
         if not (path / RECIPE).is_file():
             raise FileNotFoundError(f"{path} is not a run: it has no {RECIPE}")
         return cls(path)
@@ -54,56 +53,38 @@ class RunDirectory:
         except OSError:
             raise ValueError(f"another process is training in {self.path}; wait for it or stop it first") from None
 
-    # Metrics
-
     def record(self, values: dict[str, Any]) -> None:
         """Add a line of metrics."""
         with (self.path / METRICS).open("a") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(_json_line(values))
 
     def records(self) -> list[dict[str, Any]]:
         """All whole lines of metrics; one that a crash cut off is left out."""
         path = self.path / METRICS
-        found = []
+        records = []
         for line in path.read_text().splitlines() if path.exists() else []:
             try:
-                found.append(json.loads(line))
+                records.append(json.loads(line))
             except ValueError:
                 break
-        return found
+        return records
 
     def forget_after(self, step: int) -> None:
         """Drop metrics of later steps, which will be taken again."""
-        kept = [line for line in self.records() if line["step"] <= step]
+        earlier = [line for line in self.records() if line["step"] <= step]
         with written_whole(self.path / METRICS, overwrite=True) as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-
-    # Checkpoints
-
-    def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write the checkpoint of a step, then remove those before it."""
-        path = self.path / "checkpoints" / f"step_{step:09d}.pt"
-        with written_whole(path, overwrite=True) as temporary:
-            torch.save(state, temporary)
-        for old in self._checkpoints():
-            if old.name < path.name:
-                old.unlink()
-        return path
-
-    def latest(self) -> Path | None:
-        """The newest checkpoint."""
-        return max(self._checkpoints(), default=None)
-
-    def _checkpoints(self) -> list[Path]:
-        return list((self.path / "checkpoints").glob("step_*.pt"))
+            temporary.write_text("".join(map(_json_line, earlier)))
 
 
-def load_state(path: Path) -> dict[str, Any]:
-    """A checkpoint written by :meth:`RunDirectory.save`."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged files raise nearly anything
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}); the run cannot go on") from error
+def _json_line(values: dict[str, Any]) -> str:
+    """Values and groups of values as a line of JSON, which has no NaN or infinity: those become null."""
+    return json.dumps(_finite(values), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def next_free(folder: Path, name: str) -> Path:
@@ -116,6 +97,8 @@ def next_free(folder: Path, name: str) -> Path:
 
 def environment() -> dict[str, Any]:
     """What the run depends on beside its recipe."""
+    import torch
+
     packages = ("vision-longformer", "torch", "torchvision", "timm", "accelerate", "numpy")
     return {
         "packages": {name: version(name) for name in packages},

@@ -1,55 +1,62 @@
-"""What the training loop asks of the thing that is trained, and what it tells those who watch."""
+"""What is trained: a model with its data, as the loop, the callbacks and the checkpoints see it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
+from accelerate import Accelerator
 from torch import Tensor, nn
 
-Tell = Callable[[int, int], None]
-"""Told how many of how many samples are done."""
+from ..data.loading import Progress
+from .recipe import BackboneSettings
 
 
 class TrainingError(ValueError):
-    """A run that cannot go on; its last checkpoint is intact."""
+    """A run that cannot continue; its last checkpoint is intact."""
 
 
-class Task(Protocol):
-    """A model with its data. Batches are whatever the task makes of them; the loop does not look inside."""
+class TrainingTask(ABC):
+    """One object per run. Building it from a recipe opens the data and makes the model.
 
-    batches_per_epoch: int
-    score: str
+    Batches are whatever the task makes of them; the loop does not look inside.
+    """
+
+    recipe_type: ClassVar[type[BackboneSettings]]
+    score: ClassVar[str]
     """The result of :meth:`evaluate` by which the best checkpoint is chosen."""
+    curves: ClassVar[tuple[str, ...]]
+    """The results of :meth:`evaluate` that are drawn as curves."""
 
-    @property
-    def model(self) -> nn.Module: ...
+    model: nn.Module
+    batches_per_epoch: int
 
+    @abstractmethod
+    def __init__(self, recipe: Any, accelerator: Accelerator) -> None: ...
+
+    @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """This process's batches of an epoch from number ``start`` on; the same whenever they are asked for."""
+        """This process's micro-batches of an epoch from number ``start`` on; the same whenever they are asked for."""
 
-    def loss(self, model: nn.Module, batch: Any, place: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The batch's loss, and values to log; ``place`` numbers the forward passes of the run."""
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any, micro_batch_index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean loss of a micro-batch, and values to log; ``micro_batch_index`` counts those of the whole run."""
 
-    def evaluate(self, tell: Tell) -> dict[str, float]:
+    @abstractmethod
+    def evaluate(self, progress: Progress) -> dict[str, float]:
         """Results of the model as it is, the same in every process."""
 
+    @abstractmethod
     def save(self, path: Path) -> None:
         """Write the model as it is, for use after training, in place of an earlier one."""
 
+    @abstractmethod
+    def draw(self, folder: Path) -> None:
+        """Pictures of what the best model does, after the evaluation that made it the best; main process only."""
 
-class Observer:
-    """Watches a run; this one says nothing."""
-
-    def start(self, step: int, total: int, per_epoch: int) -> None: ...
-
-    def step(self, step: int) -> None: ...
-
-    def logged(self, values: dict[str, Any]) -> None: ...
-
-    def evaluating(self, done: int, total: int) -> None: ...
-
-    def evaluated(self, values: dict[str, Any], best: bool) -> None: ...
-
-    def close(self) -> None: ...
+    @staticmethod
+    @abstractmethod
+    def redraws_features(step: int, epoch: int, step_of_epoch: int) -> bool:
+        """Whether Performer features are drawn anew before a step; all three are counted from 0."""

@@ -23,8 +23,8 @@ def detect_check(data: str, *, split: str | None = None, json: bool = False) -> 
     """
     from ...detection.coco import check_coco
 
-    with counting("checking") as tell:
-        checked = check_coco(data, split, tell)
+    with counting("checking") as progress:
+        checked = check_coco(data, split, progress)
     if json:
         print_json(
             [

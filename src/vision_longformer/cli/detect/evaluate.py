@@ -45,8 +45,8 @@ def detect_evaluate(
 
     if results is not None and Path(results).exists():
         raise FileExistsError(f"{results} exists; give another name or remove it first")
-    with counting("evaluating") as tell:
-        result = evaluate(checkpoint, data, split, workers=workers, skip_bad=skip_bad, tell=tell)
+    with counting("evaluating") as progress:
+        result = evaluate(checkpoint, data, split, workers=workers, skip_bad=skip_bad, progress=progress)
     if not PartialState().is_main_process:
         return
     if results is not None:

@@ -20,10 +20,10 @@ def detect_train(
         resume: a run directory to go on with; it takes no other arguments.
         output: the run directory, runs/RECIPE-1 or the next free number by default.
     """
-    from ...detection.task import DETECTION
+    from ...detection.task import DetectionTask
     from ...training.recipe import parse_values
 
-    trained = run_training(DETECTION, recipe, resume, output, parse_values(settings), "vil detect train", "box_AP")
+    trained = run_training(DetectionTask, recipe, resume, output, parse_values(settings), "vil detect train")
     if trained is None:
         return
     results = {name: f"{value:.1f}" for name, value in trained.results.items() if name.endswith(("_AP", "_AP50"))}
