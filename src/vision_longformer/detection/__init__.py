@@ -1,11 +1,16 @@
 """Object detection and instance segmentation: RetinaNet and Mask R-CNN on our backbones."""
 
-from .checkpoint import load_backbone, load_detector, load_detector_info, save_detector
-from .config import DetectorConfig
-from .detectors import build_detector, mask_rcnn, retinanet
-from .evaluate import evaluate
-from .release import load_release_detector
-from .task import resume, train
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .checkpoint import load_backbone, load_detector, load_detector_info, save_detector
+    from .config import DetectorConfig
+    from .detectors import build_detector, mask_rcnn, retinanet
+    from .evaluate import evaluate
+    from .release import load_release_detector
+    from .task import resume, train
 
 __all__ = [
     "DetectorConfig",
@@ -21,3 +26,15 @@ __all__ = [
     "save_detector",
     "train",
 ]
+
+lazy_exports(
+    __name__,
+    {
+        ".checkpoint": ["load_backbone", "load_detector", "load_detector_info", "save_detector"],
+        ".config": ["DetectorConfig"],
+        ".detectors": ["build_detector", "mask_rcnn", "retinanet"],
+        ".evaluate": ["evaluate"],
+        ".release": ["load_release_detector"],
+        ".task": ["resume", "train"],
+    },
+)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-import timm
-
 from ..errors import check_at_least, check_choice, unknown_name
 from ..models.config import ModelConfig
 from ..models.zoo import MODELS
@@ -140,7 +138,10 @@ def _check_backbone(name: str, options: Mapping[str, Any]) -> None:
         raise ValueError(f"backbone_options must be plain data, as files hold it ({error})") from error
     if name in MODELS:
         MODELS[name].override(**options)
-    elif not timm.is_model(name):
+        return
+    import timm
+
+    if not timm.is_model(name):
         raise unknown_name("backbone", name, [*MODELS, *timm.list_models()])
 
 

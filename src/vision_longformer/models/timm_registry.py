@@ -1,36 +1,36 @@
-"""Every model of the zoo in timm's registry: ``timm.create_model("vision_longformer_small", img_size=512)``."""
+"""Every model of the zoo in timm's registry: ``timm.create_model("vision_longformer_small", img_size=512)``.
+
+``import vision_longformer`` has this module imported right after timm, be it earlier or later, perhaps while one of our
+own modules is at its first line: at import, it needs nothing but timm and the zoo.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from torch import Tensor
 
-from . import VisionLongformer
-from .adapt import adapt_state
 from .config import ModelConfig
 from .zoo import MODELS, model_config
 
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from torch import Tensor
 
+    from .vision_longformer import VisionLongformer
+
+__all__: list[str] = []  # timm adds the models' names
 
 FIRST_CONV, CLASSIFIER = "stages.0.patch_embed.proj", "head"
 FITTED_BY_TIMM = (f"{FIRST_CONV}.weight", f"{CLASSIFIER}.")
 
 
-def checkpoint_filter_fn(state: dict[str, Tensor], model: VisionLongformer) -> dict[str, Tensor]:
-    """Weights of another image size or window, their tables resized to the model's.
-
-    The first convolution and the head stay as they are, for timm itself fits them to other channels and classes.
-    """
-    own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(FITTED_BY_TIMM)}
-    given = {name: tensor for name, tensor in state.items() if name.startswith(FITTED_BY_TIMM)}
-    others = {name: tensor for name, tensor in state.items() if name not in given}
-    return {**adapt_state({**own, **others}, model)[0], **given}
+def create_model(name: str, **options: Any) -> Any:
+    """A model of the zoo by name, as timm would make it; an unknown name is refused with the nearest ones."""
+    model_config(name)
+    return timm.create_model(name, **options)
 
 
 def data_config(config: ModelConfig) -> dict[str, Any]:
@@ -47,8 +47,23 @@ def data_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def checkpoint_filter_fn(state: dict[str, Tensor], model: VisionLongformer) -> dict[str, Tensor]:
+    """Weights of another image size or window, their tables resized to the model's.
+
+    The first convolution and the head stay as they are, since timm itself fits them to other channels and classes.
+    """
+    from .adapt import adapt_state
+
+    own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(FITTED_BY_TIMM)}
+    given = {name: tensor for name, tensor in state.items() if name.startswith(FITTED_BY_TIMM)}
+    others = {name: tensor for name, tensor in state.items() if name not in given}
+    return {**adapt_state({**own, **others}, model)[0], **given}
+
+
 def _entry_point(name: str, config: ModelConfig) -> Callable[..., Any]:
     def create(pretrained: bool = False, **options: Any) -> Any:
+        from .vision_longformer import VisionLongformer
+
         stages = options.get("stages", config.stages)
         out_indices = options.pop("out_indices", tuple(range(len(stages))))
         return build_model_with_cfg(
@@ -64,12 +79,6 @@ def _entry_point(name: str, config: ModelConfig) -> Callable[..., Any]:
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f"{name} of the zoo; options override fields of its ModelConfig."
     return create
-
-
-def create_model(name: str, **options: Any) -> Any:
-    """A model of the zoo by name, as timm would make it; an unknown name is refused with the nearest ones."""
-    model_config(name)
-    return timm.create_model(name, **options)
 
 
 default_cfgs = generate_default_cfgs({name: data_config(config) for name, config in MODELS.items()})
