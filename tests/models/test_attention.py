@@ -151,26 +151,8 @@ def test_longformer_on_larger_maps_masks_what_is_far(global_tokens: int, rule: s
         seen[g + i, g + j] = near and allowed
     bias = whole_bias(module, grid, g).masked_fill(~seen, float("-inf"))
     tokens = tokens_of(g + grid.tokens)
-    neighbour = None
-    if neighbours == "self":
-        module.neighbours = "self"
-    elif neighbours != "all":
-        neighbour = torch.tensor(neighbours)
-    assert_close(module(tokens, grid, neighbour), self_attention(tokens, module, bias), 1e-10)
-
-
-def test_evaluation_sees_all_neighbours_unless_told() -> None:
-    module = longformer(1)
-    grid = Grid(5, 5)
-    x = tokens_of(26)
-    everything = module(x, grid)
-    module.neighbours = "self"
-    own = module(x, grid)
-    assert not torch.allclose(own, everything)
-    module.eval()
-    assert torch.equal(module(x, grid), everything)
-    module.eval_neighbours = "self"
-    assert torch.equal(module(x, grid), own)
+    neighbours = neighbours if isinstance(neighbours, str) else torch.tensor(neighbours)
+    assert_close(module(tokens, grid, neighbours), self_attention(tokens, module, bias), 1e-10)
 
 
 @pytest.mark.parametrize("cls", ["longformer", "global_memory"])
@@ -200,19 +182,19 @@ def test_no_separate_weights_without_global_tokens() -> None:
 
 @pytest.mark.parametrize("own", [0, 1, 2])
 @pytest.mark.parametrize("given", [0, 3])
-@pytest.mark.parametrize("kind", [cfg.Longformer(window=2), cfg.Full(), cfg.GlobalMemory()])
-def test_given_tokens_share_one_bias(own: int, given: int, kind: cfg.AttentionConfig) -> None:
+@pytest.mark.parametrize("mechanism", [cfg.Longformer(window=2), cfg.Full(), cfg.GlobalMemory()])
+def test_given_tokens_share_one_bias(own: int, given: int, mechanism: cfg.AttentionConfig) -> None:
     """A module that takes given tokens equals one with as many own tokens and repeated entries."""
-    if own == 0 and isinstance(kind, cfg.GlobalMemory):
+    if own == 0 and isinstance(mechanism, cfg.GlobalMemory):
         pytest.skip("pure global memory needs own tokens")
     grid = Grid(3, 4)
-    module = drawn(build_attention(StageConfig(DIM, 1, HEADS, 1, kind, own), grid, given=True))
+    module = drawn(build_attention(StageConfig(DIM, 1, HEADS, 1, mechanism, own), grid, given=True))
     entries = [*range(own), *[own] * given]
     x = tokens_of(len(entries) + grid.tokens)
     if not entries:
         assert_close(module(x, grid), self_attention(x, module, map_bias(module.bias.table, grid)), 1e-10)
         return
-    plain = build_attention(StageConfig(DIM, 1, HEADS, 1, kind, len(entries)), grid).double()
+    plain = build_attention(StageConfig(DIM, 1, HEADS, 1, mechanism, len(entries)), grid).double()
     state = module.state_dict()
     for name in ("local_to_global", "global_to_local"):
         state[f"bias.{name}"] = state[f"bias.{name}"][:, entries]
@@ -444,7 +426,7 @@ MECHANISMS = [
 ]
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda m: m.kind)
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda m: m.mechanism)
 @pytest.mark.parametrize("global_tokens", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_map_of_one_token_is_finite(mechanism: cfg.AttentionConfig, global_tokens: int, dtype: torch.dtype) -> None:

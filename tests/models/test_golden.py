@@ -38,15 +38,15 @@ def _arrays(folder: str, case: dict[str, Any]) -> dict[str, Tensor]:
 
 def _stage(case: dict[str, Any]) -> cfg.StageConfig:
     """The stage whose attention is the golden module."""
-    options, kind = case["kwargs"], case["cls"]
+    options, cls = case["kwargs"], case["cls"]
     attention: cfg.AttentionConfig
-    if kind == "Attention":
+    if cls == "Attention":
         attention = cfg.Full()
-    elif kind == "LinformerSelfAttention":
+    elif cls == "LinformerSelfAttention":
         attention = cfg.Linformer(options["num_feats"], options["share_kv"])
-    elif kind == "SRSelfAttention":
+    elif cls == "SRSelfAttention":
         attention = cfg.SpatialReduction(options["rratio"])
-    elif kind == "PerformerSelfAttention":
+    elif cls == "PerformerSelfAttention":
         kernel = (
             "relu" if options.get("generalized_attention") else "linear" if options.get("no_projection") else "softmax"
         )
@@ -59,8 +59,10 @@ def _stage(case: dict[str, Any]) -> cfg.StageConfig:
     return cfg.StageConfig(options["dim"], 1, options["num_heads"], 1, attention, case["nglo"], position)
 
 
-def _neighbour(case: dict[str, Any]) -> tuple[Tensor, ...]:
-    return () if case["forced_mode"] is None else (torch.tensor(case["forced_mode"]),)
+def _neighbours(case: dict[str, Any]) -> str | Tensor:
+    if case["forced_mode"] is not None:
+        return torch.tensor(case["forced_mode"])
+    return "self" if case["kwargs"].get("mode") == -1 else "all"
 
 
 @pytest.mark.parametrize("case", _cases("attention", "cases"))
@@ -69,8 +71,6 @@ def test_attention(case: dict[str, Any]) -> None:
     arrays = _arrays("attention", case)
     stage, grid, options = _stage(case), Grid(case["nx"], case["ny"]), case["kwargs"]
     attention = build_attention(stage, grid, qkv_bias=options["qkv_bias"], scale=options.get("qk_scale")).double()
-    if options.get("mode") == -1:
-        attention.neighbours = attention.eval_neighbours = "self"
     attention.train(case["train"])
 
     names = attention_names(stage, grid, options["qkv_bias"])
@@ -81,7 +81,7 @@ def test_attention(case: dict[str, Any]) -> None:
     attention.load_state_dict(translate(weights, names))
 
     x = arrays["x"].requires_grad_()
-    out = attention(x, grid, *_neighbour(case))
+    out = attention(x, grid, _neighbours(case))
     torch.testing.assert_close(out, arrays["out"], atol=TOLERANCE, rtol=TOLERANCE)
     parameters = dict(attention.named_parameters())
     used = {name: p for name, p in parameters.items() if p.numel()}
@@ -118,19 +118,19 @@ def test_model(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(maps) == len(case["stage_shapes"])
     for number, features in enumerate(maps, 1):
         torch.testing.assert_close(features, arrays[f"stage{number}"], atol=TOLERANCE, rtol=TOLERANCE)
-    for number, (tokens, grid) in enumerate(model._run(x, None, len(maps)), 1):
+    for number, (tokens, grid) in enumerate(model._run_stages(x, None, len(maps)), 1):
         rows = tokens[:, : tokens.shape[1] - grid.tokens]
         if f"stage{number}_global" in arrays:
             torch.testing.assert_close(rows, arrays[f"stage{number}_global"], atol=TOLERANCE, rtol=TOLERANCE)
 
     norms = case["param_grad_norms"]
     grads = torch.autograd.grad(model(x), list(model.parameters()), arrays["cotangent"], allow_unused=True)
-    checked = set()
+    compared = set()
     for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
         parts = model_names(model.config).sources[name].parts
-        if any(part in checked or part not in norms or "g2l" in part for part in parts):
+        if any(part in compared or part not in norms or "g2l" in part for part in parts):
             continue
-        checked.update(parts)
+        compared.update(parts)
         actual = 0.0 if grad is None else float(grad.norm())
         assert actual == pytest.approx(sum(norms[part] ** 2 for part in parts) ** 0.5, rel=1e-9, abs=1e-9), name
-    assert len(checked) > 0.8 * len(norms)
+    assert len(compared) > 0.8 * len(norms)

@@ -36,11 +36,11 @@ def without_effect(config: ModelConfig) -> set[str]:
         last = index == len(config.stages) - 1
         if not last and not config.carry_global_tokens:
             names |= {f"{attn}.bias.global_to_local", f"{attn}.bias.global_to_global"}
-            names |= {f"{attn}.{part}_global.{kind}" for part in ("qkv", "proj") for kind in ("weight", "bias")}
+            names |= {f"{attn}.{part}_global.{name}" for part in ("qkv", "proj") for name in ("weight", "bias")}
         if last and config.global_pool == "token":
             names |= {f"{attn}.bias.table", f"{attn}.bias.local_to_global"}
             if getattr(stage.attention, "share_weights", True) is False:
-                names |= {f"{attn}.{part}.{kind}" for part in ("qkv", "proj") for kind in ("weight", "bias")}
+                names |= {f"{attn}.{part}.{name}" for part in ("qkv", "proj") for name in ("weight", "bias")}
     return names
 
 
@@ -220,7 +220,7 @@ def test_tokens_given_by_the_caller() -> None:
         assert (gradient.abs().max() > 0) == (name not in without_effect(config)), name
 
 
-@pytest.mark.parametrize("mechanism", [cfg.Performer(8), cfg.SpatialReduction(2)], ids=lambda m: m.kind)
+@pytest.mark.parametrize("mechanism", [cfg.Performer(8), cfg.SpatialReduction(2)], ids=lambda m: m.mechanism)
 def test_tokens_given_to_other_mechanisms(mechanism: cfg.AttentionConfig) -> None:
     model = VisionLongformer(small_config(mechanism, given_token_dim=6)).double().eval()
     x, given = image(dtype=torch.float64), torch.randn(2, 3, 6, dtype=torch.float64)
@@ -304,8 +304,8 @@ def test_set_input_size_changes_tables_not_results(name: str) -> None:
     model.set_input_size((97, 143))
     assert model.config.img_size == (97, 143)
     assert_close(model(x), before, 1e-10)
-    fresh = VisionLongformer(SMALL_MODELS[name], img_size=(97, 143))
-    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in fresh.named_parameters()}
+    built = VisionLongformer(SMALL_MODELS[name], img_size=(97, 143))
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in built.named_parameters()}
 
 
 def test_reset_classifier() -> None:
@@ -381,8 +381,8 @@ def test_prune_intermediate_layers() -> None:
     maps = model.forward_intermediates(x, intermediates_only=True)
     assert model.prune_intermediate_layers([0, 1], prune_norm=True) == [0, 1]
     assert len(model.stages) == 2
-    kept = model.forward_intermediates(x, indices=[0, 1], intermediates_only=True)
-    for got, expected in zip(kept, maps, strict=False):
+    first = model.forward_intermediates(x, indices=[0, 1], intermediates_only=True)
+    for got, expected in zip(first, maps, strict=False):
         assert_close(got, expected, 1e-12)
 
 

@@ -76,7 +76,7 @@ def test_each_layer_uses_its_own_draw() -> None:
         x, at = X, 0
         for stage in model.stages:
             depth = len(stage.blocks)
-            tokens, grid = stage(x, None, None, drawn[at : at + depth])
+            tokens, grid = stage(x, drawn[at : at + depth])
             x, at = tokens[:, -grid.tokens :].transpose(1, 2).unflatten(2, tuple(grid)), at + depth
         assert_close(model.forward_head(model.norm(tokens)), logits, 1e-12)
 

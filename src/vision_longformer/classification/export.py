@@ -106,10 +106,11 @@ def _check_dynamic(config: ModelConfig, size: object) -> None:
     if size is not None:
         raise ValueError(f"a file for any size has no size of its own; give either size={size} or dynamic")
     for index, stage in enumerate(config.stages):
-        reason = FIXED_SIZE.get(stage.attention.kind)
+        mechanism = stage.attention.mechanism
+        reason = FIXED_SIZE.get(mechanism)
         if reason is not None:
             raise ValueError(
-                f"stage {index + 1} cannot be exported for any size: its {stage.attention.kind} attention {reason}; "
+                f"stage {index + 1} cannot be exported for any size: its {mechanism} attention {reason}; "
                 "export it for one size instead"
             )
 

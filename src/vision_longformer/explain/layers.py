@@ -72,10 +72,10 @@ class Layer:
 
     def __init__(
         self, attention: LongformerAttention | FullAttention, stage: int, block: int, stride: int, tokens: Tensor,
-        grid: Grid,
+        grid: Grid, neighbours: str,
     ) -> None:  # fmt: skip
         self.attention, self.stage, self.block, self.stride = attention, stage, block, stride
-        self.tokens, self.grid = tokens, grid
+        self.tokens, self.grid, self.neighbours = tokens, grid, neighbours
 
     @property
     def heads(self) -> int:
@@ -102,8 +102,8 @@ class Layer:
         """The rows and the columns of the map: any pair of strips is a rectangle of queries that see the same keys."""
         if isinstance(self.attention, FullAttention):
             return whole_strips(self.grid.height, 1), whole_strips(self.grid.width, self.grid.width)
-        window, rule, neighbours = self.attention.window, self.attention.rule, self.attention.eval_neighbours
-        rows, columns = (chunk_strips(length, window, rule, neighbours) for length in self.grid)
+        window, rule = self.attention.window, self.attention.rule
+        rows, columns = (chunk_strips(length, window, rule, self.neighbours) for length in self.grid)
         return rows, columns
 
     def cell(self, point: tuple[float, float]) -> tuple[int, int]:
@@ -145,8 +145,8 @@ def capture(model: VisionLongformer, images: Tensor) -> list[Layer]:
 
 def _noting(layers: list[Layer], stage: int, block: int, stride: int) -> Callable[..., None]:
     def note(attention: Any, arguments: tuple[Any, ...]) -> None:
-        tokens, grid = arguments
-        layers.append(Layer(attention, stage, block, stride, tokens[0].detach(), grid))
+        tokens, grid, neighbours = arguments
+        layers.append(Layer(attention, stage, block, stride, tokens[0].detach(), grid, neighbours))
 
     return note
 
@@ -154,8 +154,8 @@ def _noting(layers: list[Layer], stage: int, block: int, stride: int) -> Callabl
 def _check_explainable(model: VisionLongformer) -> None:
     for number, stage in enumerate(model.config.stages, 1):
         if not isinstance(stage.attention, EXPLAINABLE):
-            kinds = " or ".join(mechanism.kind for mechanism in EXPLAINABLE)
+            kinds = " or ".join(mechanism.mechanism for mechanism in EXPLAINABLE)
             raise ValueError(
-                f"stage {number} has {stage.attention.kind} attention; only models whose stages all have {kinds} "
+                f"stage {number} has {stage.attention.mechanism} attention; only models whose stages all have {kinds} "
                 "attention can be explained"
             )

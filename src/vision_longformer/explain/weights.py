@@ -28,7 +28,6 @@ from torch.nn import functional as F
 
 from ..geometry import Grid
 from ..models.attention import FullAttention, LongformerAttention
-from ..models.attention.projection import split_linear
 from ..models.config import ModelConfig
 from ..ops.chunks import map_offsets, table_lookup
 from ..ops.reference import masked_dense
@@ -54,9 +53,7 @@ def global_rows(layer: Layer) -> Rows:
     q, k = layer.queries_and_keys
     separate = getattr(attention, "qkv_global", None)
     if separate is not None:
-        query, key_value = split_linear(separate, layer.tokens.shape[1])
-        (q,) = attention.split(F.linear(layer.tokens[None, :count], *query), 1)[0]
-        k = attention.split(F.linear(layer.tokens[None], *key_value), 2)[0][0]
+        q, k, _ = (x[0] for x in attention.project_apart(separate, layer.tokens[None, :count], layer.tokens[None]))
     everything = torch.arange(len(layer.tokens), device=k.device)
     if not count:
         return Rows(q.new_zeros(layer.heads, 0, len(everything)), everything[:0], everything)
@@ -113,7 +110,7 @@ def _local_weights(layer: Layer, rows: Strip, columns: Strip, keys: Tensor) -> T
     bias = global_bias = None
     if attention.bias is not None:
         bias, global_bias = attention.bias.table, attention.bias.to_global(count)
-    spec = LocalSpec(grid, attention.window, attention.rule, attention.eval_neighbours, 1, attention.scale)
+    spec = LocalSpec(grid, attention.window, attention.rule, layer.neighbours, 1, attention.scale)
     weights = masked_dense.attend(q[None, keys[count:]], k[None, keys], units, bias, global_bias, None, spec)
     return weights[0, tokens_at(rows.inner, columns.inner, grid, k.device)].transpose(0, 1)
 

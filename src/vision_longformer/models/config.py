@@ -6,6 +6,7 @@ mechanism has its own small configuration class, so that no field has two meanin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
@@ -18,12 +19,22 @@ POOLS = ("avg", "token")
 NEIGHBOURS = ("all", "self", "random")
 REMAINDERS = ("pad", "drop")
 
+TABLE_RESIZES = ("offset", "bilinear")
+"""How a table of relative position is made for another range of offsets: ``offset`` crops it or extends it by its
+border values, so that each offset keeps its meaning; ``bilinear`` stretches it, as the paper and its release do."""
+
+PAPER_TABLE_RESIZE = "bilinear"
+"""For weights used as in the paper: released checkpoints at another size, and backbones of detectors."""
+
+ADAPT_TABLE_RESIZE = "offset"
+"""For all other weights: a model whose full attention becomes local attention then computes exactly what it did."""
+
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Base of the six mechanisms; ``kind`` is the mechanism's name."""
+    """Base of the six mechanisms; ``mechanism`` is the name of each, in JSON under the key ``kind``."""
 
-    kind: ClassVar[str]
+    mechanism: ClassVar[str]
     has_relative_bias: ClassVar[bool] = False
 
 
@@ -31,7 +42,7 @@ class AttentionConfig:
 class Full(AttentionConfig):
     """Every token attends to every token."""
 
-    kind = "full"
+    mechanism = "full"
     has_relative_bias = True
 
 
@@ -43,7 +54,7 @@ class Longformer(AttentionConfig):
     global and local tokens, as all models of the paper do.
     """
 
-    kind = "longformer"
+    mechanism = "longformer"
     has_relative_bias = True
     window: int = 7
     rule: str = "chunk"
@@ -61,7 +72,7 @@ class GlobalMemory(AttentionConfig):
     ``bias_local_queries=False`` leaves the relative bias out of the local→global scores, as the release does.
     """
 
-    kind = "global_memory"
+    mechanism = "global_memory"
     has_relative_bias = True
     share_weights: bool = True
     bias_local_queries: bool = True
@@ -71,7 +82,7 @@ class GlobalMemory(AttentionConfig):
 class Linformer(AttentionConfig):
     """Keys and values projected along the sequence to ``features`` positions."""
 
-    kind = "linformer"
+    mechanism = "linformer"
     features: int = 256
     share_kv: bool = True
 
@@ -83,7 +94,7 @@ class Linformer(AttentionConfig):
 class SpatialReduction(AttentionConfig):
     """Keys and values from a map reduced ``ratio``-fold along each axis by a strided convolution."""
 
-    kind = "spatial_reduction"
+    mechanism = "spatial_reduction"
     ratio: int = 8
 
     def __post_init__(self) -> None:
@@ -102,7 +113,7 @@ class Performer(AttentionConfig):
     result of an image does not depend on its batch) or over the whole ``"batch"``, as the release does.
     """
 
-    kind = "performer"
+    mechanism = "performer"
     features: int | None = 256
     kernel: str = "softmax"
     stabiliser: str = "image"
@@ -113,9 +124,13 @@ class Performer(AttentionConfig):
         check_choice("Performer kernel", self.kernel, PERFORMER_KERNELS)
         check_choice("stabiliser", self.stabiliser, STABILISERS)
 
+    def count_features(self, head_dim: int) -> int:
+        """Random features of a head with ``head_dim`` channels."""
+        return max(1, int(head_dim * math.log(head_dim))) if self.features is None else self.features
+
 
 MECHANISMS: dict[str, type[AttentionConfig]] = {
-    cls.kind: cls for cls in (Full, Longformer, GlobalMemory, Linformer, SpatialReduction, Performer)
+    cls.mechanism: cls for cls in (Full, Longformer, GlobalMemory, Linformer, SpatialReduction, Performer)
 }
 
 
@@ -149,7 +164,7 @@ class StageConfig:
             )
         if self.position == "relative" and not self.attention.has_relative_bias:
             raise ValueError(
-                f"position='relative' is not defined for {self.attention.kind} attention; use position='absolute'"
+                f"position='relative' is not defined for {self.attention.mechanism} attention; use position='absolute'"
             )
         if isinstance(self.attention, GlobalMemory) and self.global_tokens == 0:
             raise ValueError("global_memory attention needs global_tokens of at least 1: they are all the keys it has")
@@ -245,7 +260,7 @@ class ModelConfig:
         """Plain JSON data, each mechanism with its ``kind``."""
         data = asdict(self)
         for stage, plain in zip(self.stages, data["stages"], strict=True):
-            plain["attention"] = {"kind": stage.attention.kind, **plain["attention"]}
+            plain["attention"] = {"kind": stage.attention.mechanism, **plain["attention"]}
         return data
 
     @classmethod
@@ -269,9 +284,9 @@ def _stage(stage: StageConfig | Mapping[str, Any]) -> StageConfig:
     if not isinstance(stage, Mapping) or not isinstance(stage.get("attention", {}), Mapping):
         raise ValueError(f"a stage is {stage!r}; it must have fields, and its attention a 'kind'")
     options = dict(stage.get("attention", ()))
-    kind = options.pop("kind", None)
-    check_choice("attention mechanism", kind, MECHANISMS)
-    return _build(StageConfig, {**stage, "attention": _build(MECHANISMS[kind], options)})
+    mechanism = options.pop("kind", None)
+    check_choice("attention mechanism", mechanism, MECHANISMS)
+    return _build(StageConfig, {**stage, "attention": _build(MECHANISMS[mechanism], options)})
 
 
 def _build(cls: type, data: Mapping[str, Any]) -> Any:

@@ -1,8 +1,4 @@
-"""Position: absolute embeddings, the relative bias, and the resizing of their tables.
-
-A table made for one size serves another in two ways: ``"bilinear"`` stretches it, as the authors' release does;
-``"offset"`` crops it or extends it by its border values, so that each offset keeps its meaning.
-"""
+"""Position: absolute embeddings, the relative bias, and the resizing of their tables."""
 
 from __future__ import annotations
 
@@ -14,8 +10,7 @@ from torch.nn import functional as F
 from ..errors import check_choice
 from ..geometry import Grid
 from ..ops.chunks import in_order
-
-TABLE_RESIZES = ("offset", "bilinear")
+from .config import ADAPT_TABLE_RESIZE, TABLE_RESIZES
 
 
 def small_normal(*shape: int) -> nn.Parameter:
@@ -38,8 +33,8 @@ def resize_map(table: Tensor, old: Grid, new: Grid) -> Tensor:
     return F.interpolate(image, size=tuple(new), mode="bilinear", align_corners=False)[0].flatten(1).t()
 
 
-def resize_bias_table(table: Tensor, shape: tuple[int, int], method: str = "offset") -> Tensor:
-    """An offset table (heads, R, C), R and C odd, for other ranges of offsets."""
+def resize_bias_table(table: Tensor, shape: tuple[int, int], method: str = ADAPT_TABLE_RESIZE) -> Tensor:
+    """A table of relative position (heads, R, C), R and C odd, for another range; see :data:`TABLE_RESIZES`."""
     check_choice("table resize", method, TABLE_RESIZES)
     if tuple(table.shape[1:]) == tuple(shape):
         return table

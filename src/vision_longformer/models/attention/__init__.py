@@ -1,13 +1,12 @@
-"""Attention modules with one signature, ``(tokens, grid) -> tokens``: tokens are (B, G + N, dim), global first."""
+"""The attention mechanisms, one per file, behind one signature: ``(tokens, grid, neighbours) -> tokens``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from ...geometry import Grid
 from .. import config as cfg
+from .base import Attention, Neighbours
 from .full import FullAttention
 from .global_memory import GlobalMemoryAttention
 from .linformer import LinformerAttention
@@ -16,10 +15,12 @@ from .performer import PerformerAttention
 from .spatial_reduction import SpatialReductionAttention
 
 __all__ = [
+    "Attention",
     "FullAttention",
     "GlobalMemoryAttention",
     "LinformerAttention",
     "LongformerAttention",
+    "Neighbours",
     "PerformerAttention",
     "SpatialReductionAttention",
     "build_attention",
@@ -28,7 +29,7 @@ __all__ = [
 
 def build_attention(
     stage: cfg.StageConfig, grid: Grid, *, qkv_bias: bool = True, given: bool = False, scale: float | None = None
-) -> nn.Module:
+) -> Attention:
     """The attention module of a stage whose map is ``grid``; ``given``: the caller may add global tokens."""
     options = stage.attention
     common: dict[str, Any] = {"qkv_bias": qkv_bias, "scale": scale}

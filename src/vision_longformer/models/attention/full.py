@@ -8,10 +8,10 @@ from torch import Tensor
 from ...geometry import Grid
 from ...ops.chunks import map_bias
 from ..position import RelativeBias
-from .projection import Projections, attend
+from .base import Attention, Neighbours, attend
 
 
-class FullAttention(Projections):
+class FullAttention(Attention):
     """Every token attends to every token. Its relative bias serves any map: far offsets take the nearest entry."""
 
     def __init__(
@@ -30,7 +30,7 @@ class FullAttention(Projections):
         shape = (2 * grid.height - 1, 2 * grid.width - 1)
         self.bias = RelativeBias(heads, shape, global_tokens, given=given) if relative else None
 
-    def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
+    def forward(self, tokens: Tensor, grid: Grid, neighbours: Neighbours = "all") -> Tensor:
         q, k, v = self.project(tokens)
         mask = None if self.bias is None else self._mask(self.bias, tokens.shape[1] - grid.tokens, grid)
         return self.merge(attend(q, k, v, self.scale, mask))

@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 from ...geometry import Grid
 from ..config import Linformer
-from .projection import Projections, attend
+from .base import Attention, Neighbours, attend
 
 
-class LinformerAttention(Projections):
+class LinformerAttention(Attention):
     """All tokens attend to ``features`` mixtures of the tokens; the mixing is trained for one number of tokens.
 
     On another map, keys and values are first resized to the trained map, which the paper names as possible and leaves
@@ -38,7 +38,7 @@ class LinformerAttention(Projections):
         bound = features**-0.5
         return nn.Parameter(torch.empty(self.global_tokens + self.grid.tokens, features).uniform_(-bound, bound))
 
-    def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
+    def forward(self, tokens: Tensor, grid: Grid, neighbours: Neighbours = "all") -> Tensor:
         if tokens.shape[1] != self.global_tokens + grid.tokens:
             raise ValueError(
                 f"linformer was made for {self.global_tokens} global tokens, not {tokens.shape[1] - grid.tokens}"

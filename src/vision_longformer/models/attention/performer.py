@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ...geometry import Grid
 from ..config import Performer
-from .projection import Projections, without_autocast
+from .base import Attention, Neighbours, without_autocast
 
 
-class PerformerAttention(Projections):
+class PerformerAttention(Attention):
     """Linear attention between feature maps of queries and keys.
 
     Kernels: ``softmax`` (random features of the softmax), ``relu`` (random projection, then ReLU), ``linear`` (softmax
@@ -26,20 +24,19 @@ class PerformerAttention(Projections):
     def __init__(self, dim: int, heads: int, options: Performer, *, qkv_bias: bool = True) -> None:
         super().__init__(dim, heads, qkv_bias=qkv_bias, scale=None)
         head_dim = dim // heads
-        count = max(1, int(head_dim * math.log(head_dim))) if options.features is None else options.features
         self.kernel, self.stabiliser = options.kernel, options.stabiliser
-        self.register_buffer("features", orthogonal_features(count, head_dim))
+        self.register_buffer("features", orthogonal_features(options.count_features(head_dim), head_dim))
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw new random features."""
         self.features.copy_(orthogonal_features(self.features.shape[0], self.features.shape[1], generator))
 
-    def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
+    def forward(self, tokens: Tensor, grid: Grid, neighbours: Neighbours = "all") -> Tensor:
         q, k, v = self.project(tokens)
-        kind = torch.promote_types(tokens.dtype, torch.float32)
+        dtype = torch.promote_types(tokens.dtype, torch.float32)
         with without_autocast(tokens.device):
-            q, k = self._maps(q.to(kind), k.to(kind))
-            context = torch.einsum("bnhf,bnhd->bhfd", k, v.to(kind))
+            q, k = self._maps(q.to(dtype), k.to(dtype))
+            context = torch.einsum("bnhf,bnhd->bhfd", k, v.to(dtype))
             norm = torch.einsum("bnhf,bhf->bnh", q, k.sum(1))
             out = torch.einsum("bnhf,bhfd->bnhd", q, context) / norm[..., None]
         return self.merge(out.to(v.dtype))

@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 from ...geometry import Grid
 from ...ops.chunks import pad_map, tokens_to_map
-from .projection import Projections, attend, split_linear
+from .base import Attention, Neighbours, attend
 
 
-class SpatialReductionAttention(Projections):
+class SpatialReductionAttention(Attention):
     """All tokens attend to the global tokens and to a map reduced ``ratio``-fold by a strided convolution.
 
     The reduced map is normalised per image and channel over its positions. A map smaller than the ratio is padded to
@@ -22,12 +22,10 @@ class SpatialReductionAttention(Projections):
         super().__init__(dim, heads, qkv_bias=qkv_bias, scale=scale)
         self.reduce = nn.Conv2d(dim, dim, ratio, stride=ratio, bias=False)
 
-    def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
-        query, key_value = split_linear(self.qkv, tokens.shape[2])
-        (q,) = self.split(F.linear(tokens, *query), 1)
+    def forward(self, tokens: Tensor, grid: Grid, neighbours: Neighbours = "all") -> Tensor:
         count = tokens.shape[1] - grid.tokens
-        source = torch.cat([tokens[:, :count], self._reduced(tokens[:, count:], grid)], 1)
-        k, v = self.split(F.linear(source, *key_value), 2)
+        reduced = torch.cat([tokens[:, :count], self._reduced(tokens[:, count:], grid)], 1)
+        q, k, v = self.project_apart(self.qkv, tokens, reduced)
         return self.merge(attend(q, k, v, self.scale))
 
     def _reduced(self, local: Tensor, grid: Grid) -> Tensor:
