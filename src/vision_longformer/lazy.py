@@ -17,9 +17,9 @@ from typing import Any
 def lazy_exports(package: str, names_by_module: Mapping[str, Sequence[str]]) -> None:
     """Let ``package`` export names of its modules, each imported when the name is first used.
 
-    ``names_by_module`` is relative to the package: ``{".models.config": ["ModelConfig"]}``. Where a name is also that of
-    a submodule, the export wins, as it does after ``from .evaluate import evaluate``. Other submodules are attributes,
-    too.
+    ``names_by_module`` has modules relative to the package: ``{".models.config": ["ModelConfig"]}``. Where a submodule
+    has the same name, the export wins, as it does after ``from .evaluate import evaluate``. Submodules that have not
+    been imported yet are attributes, too.
     """
     modules = {name: module for module, names in names_by_module.items() for name in names}
 

@@ -96,16 +96,16 @@ def table_detection(*, json: bool = False, measure: bool = False, size: str = "8
         size: image size for 'measure', as HEIGHTxWIDTH.
     """
     image = parse_size(size)
-    from ..bench.detection_memory import MemoryMeter
+    from ..bench.memory import DetectorMemoryMeter
     from ..costs import agreement
     from ..costs.detection import compare_detector, detection_entries
 
     entries = list(detection_entries())
     memory: dict[str, int | str] = {}
     if measure:
-        meter = MemoryMeter()
+        meter = DetectorMemoryMeter()
         for entry in progress([entry for entry in entries if entry.memory], "measuring"):
-            memory[entry.model] = meter.measure(entry.kind, entry.backbone, image)
+            memory[entry.model] = meter.measure(entry.detector, entry.backbone, image)
     rows = [compare_detector(entry) for entry in progress(entries, "counting")]
     if json:
         data: dict[str, Any] = {"rows": [row.to_dict() for row in rows], "summary": agreement(rows)}

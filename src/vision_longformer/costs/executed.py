@@ -1,11 +1,9 @@
-"""The cost of those implementations of local attention that torch's counter sees as one operator.
-
-Multiply-accumulates that our models really execute, counted by torch on tensors without data.
+"""Multiply-accumulates that our models really execute, counted by torch on tensors without data.
 
 Matrix products, convolutions and attention kernels count, with global tokens and with the padding that an
-implementation multiplies; elementwise work does not. An operator that torch cannot look into is counted by the formula
-of ``kernels.py`` or by one registered with ``torch.utils.flop_counter.register_flop_formula``; without either it is
-refused, never counted as nothing.
+implementation multiplies; elementwise work does not. Our own operators, which torch sees as one, are counted by a
+formula, as are operators registered with ``torch.utils.flop_counter.register_flop_formula``. An operator without a
+formula is refused, never counted as nothing.
 """
 
 from __future__ import annotations

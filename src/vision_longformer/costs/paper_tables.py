@@ -1,8 +1,7 @@
-"""The four tables of the paper that state costs, as printed: parameters in millions and "GFLOPs", which are 10⁹ MACs.
+"""The paper's four tables of what classifiers cost, as printed, and our costs beside them, to the last digit.
 
-Printed values are strings, because their number of digits says how far they can be compared.
-
-Our costs beside the paper's, entry by entry, to the last printed digit.
+Parameters are in millions; the paper's "GFLOPs" are 10⁹ MACs. Printed values are strings, because their number of
+digits says how far they can be compared.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ REMARKS = {
     ("imagenet22k", "ViL-Base RPB 224"): ONE_COUNT,
     ("imagenet22k", "ViL-Base RPB 384"): ONE_COUNT,
 }
-"""Why eight printed values are not reproduced, by table and model."""
+"""Why ours differ from eight printed values, by table and model."""
 
 LAYOUTS = ("1_10_1", "2_9_1", "1_1_9_1", "1_2_8_1")
 
@@ -148,6 +147,7 @@ def _entry(table: str, model: str, config: ModelConfig, params: str, gflops: str
 
 
 ROUNDED, TRUNCATED, DIFFERENT = "=", "t", "!"
+"""Marks of a comparison."""
 
 
 @dataclass(frozen=True)
