@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..models import VisionLongformer
 from ..models.adapt import adapt_state
-from ..models.config import ModelConfig, size_pair
+from ..models.config import PAPER_TABLE_RESIZE, ModelConfig, size_pair
 from .release_names import ReleaseNames, model_names, stages_of
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def load_release(
     attn_type: str = "longformerhand",
     img_size: int = 224,
     num_classes: int | None = None,
-    table_resize: str = "bilinear",
+    table_resize: str = PAPER_TABLE_RESIZE,
     **options: Any,
 ) -> VisionLongformer:
     """The model of a released checkpoint, in evaluation mode, with the numbers of the authors' code.

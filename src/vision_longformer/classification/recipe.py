@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import check_at_least, check_choice, check_fraction
-from ..models.config import ModelConfig
+from ..models.config import ADAPT_TABLE_RESIZE, TABLE_RESIZES, ModelConfig
 from ..models.zoo import model_config
 from ..training.recipe import BackboneSettings
 
 CROPS = ("random_resized", "random", "pad", "none")
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "random")
-TABLE_RESIZES = ("offset", "bilinear")
 
 MECHANISMS = {
     "full": ("Full attention", 76.1, 81.9),
@@ -94,7 +93,7 @@ class ClassificationRecipe(BackboneSettings):
 
     image_size: int | None = None
     init: str | None = None
-    table_resize: str = "offset"
+    table_resize: str = ADAPT_TABLE_RESIZE
     class_map: str | None = None
     data: str = "imagenet"
     train_split: str = "train"

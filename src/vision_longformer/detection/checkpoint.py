@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from ..export.runtime import is_exported
 from ..models import VisionLongformer
 from ..models.adapt import adapt_state
+from ..models.config import PAPER_TABLE_RESIZE
 from .backbone import StageMaps
 from .config import DetectorConfig
 from .dataset import Category
@@ -53,7 +54,7 @@ def load_detector_info(path: str | Path) -> dict[str, Any]:
     return read_info(path, DETECTOR)
 
 
-def load_backbone(model: nn.Module, path: str | Path, table_resize: str = "bilinear") -> AdaptReport:
+def load_backbone(model: nn.Module, path: str | Path, table_resize: str = PAPER_TABLE_RESIZE) -> AdaptReport:
     """Put the weights of a classifier's file into a detector's backbone, and say what was resized.
 
     Full-attention stages become Longformer stages; relative-position tables change size by ``"bilinear"``, as in the

@@ -25,7 +25,7 @@ class RandomShift(nn.Module):
         self.state.copy_(torch.tensor([seed, step], dtype=torch.int64))
 
     def draw(self, layers: int) -> Tensor:
-        """The neighbours of all layers for this step, (layers,) integers in 1..8; then go to the next step."""
+        """The neighbours of all layers for this step, (layers,) integers in 1..8; the next call is of the next step."""
         layer = torch.arange(layers, device=self.state.device)
         mixed = _mix(_mix(_mix(self.state[0] & _MASK) ^ (self.state[1] & _MASK)) ^ layer)
         self.state[1] += 1

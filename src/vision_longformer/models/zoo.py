@@ -34,12 +34,13 @@ DEPTHS = {
 }
 """Widths and number of blocks per stage of the named sizes."""
 
-CHUNKS = {224: (7, 7, 7, 7), 384: (6, 8, 12, 12)}
-"""Chunk sides w per stage, by image size; the paper states windows 2w + 1: 15, or 13, 17, 25, 25."""
+WINDOWS = {224: (7, 7, 7, 7), 384: (6, 8, 12, 12)}
+"""Side w of a chunk per stage, by image size; the paper states windows of 2w + 1: 15, or 13, 17, 25, 25."""
 
 LAYOUTS = ("1_10_1", "2_9_1", "1_9_2", "2_8_2", "1_1_9_1", "1_2_8_1", "1_1_8_2")
+"""Blocks per stage in the paper's comparison."""
 
-MECHANISMS = (
+COMPARED = (
     "full",
     "vil",
     "partial_vil",
@@ -53,6 +54,7 @@ MECHANISMS = (
     "performer",
     "partial_performer",
 )
+"""Mechanisms in the paper's comparison; ``partial_`` has full attention in the last two stages."""
 
 
 def longformer_config(
@@ -61,11 +63,11 @@ def longformer_config(
     """A Vision Longformer; ``partial`` has full attention in the last two stages, as the released checkpoints do."""
     check_choice("size", size, DEPTHS)
     widths, depths = DEPTHS[size]
-    if img_size not in CHUNKS:
+    if img_size not in WINDOWS:
         raise ValueError(
-            f"windows are stated for image sizes {sorted(CHUNKS)}, not {img_size}; override img_size instead"
+            f"windows are stated for image sizes {sorted(WINDOWS)}, not {img_size}; override img_size instead"
         )
-    attention: list[cfg.AttentionConfig] = [cfg.Longformer(window=w) for w in CHUNKS[img_size]]
+    attention: list[cfg.AttentionConfig] = [cfg.Longformer(window=w) for w in WINDOWS[img_size]]
     if partial:
         attention[2:] = [cfg.Full(), cfg.Full()]
     return ModelConfig(_stages(widths, depths, attention, (1, 1, 1, 0), position), img_size=(img_size, img_size))
@@ -75,7 +77,7 @@ def comparison_config(size: str, layout: str, mechanism: str, position: str = "a
     """A cell of the paper's comparison: ``tiny`` or ``small``, blocks per stage as in ``1_2_8_1``, a mechanism."""
     check_choice("size", size, ("tiny", "small"))
     check_choice("layout", layout, LAYOUTS)
-    check_choice("mechanism", mechanism, MECHANISMS)
+    check_choice("mechanism", mechanism, COMPARED)
     depths = tuple(map(int, layout.split("_")))
     partial = mechanism.startswith("partial_")
     name = mechanism.removeprefix("partial_")
@@ -143,7 +145,7 @@ def _named() -> dict[str, ModelConfig]:
     for size in ("tiny", "small"):
         models[f"evit_{size}_patch16"] = flat_config(size)
         for layout in LAYOUTS:
-            for mechanism in MECHANISMS:
+            for mechanism in COMPARED:
                 models[f"msvit_{size}_{layout}_{mechanism}"] = comparison_config(size, layout, mechanism)
     return models
 

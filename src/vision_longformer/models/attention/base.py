@@ -63,7 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = 
 
 
 def merge_rows(global_rows: Tensor, local_rows: Tensor, proj: nn.Linear, proj_global: nn.Linear | None) -> Tensor:
-    """Rows of G global and N local tokens (B, ·, heads, head_dim) through their output projections to (B, G + N, dim)."""
+    """Rows of global and of local tokens, (B, n, heads, head_dim) each, through one output projection or two."""
     if proj_global is None:
         return proj(torch.cat([global_rows, local_rows], 1).flatten(2))
     return torch.cat([proj_global(global_rows.flatten(2)), proj(local_rows.flatten(2))], 1)
