@@ -240,7 +240,7 @@ def test_metrics_survive_a_torn_line(tmp_path: Path) -> None:
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     assert [record["step"] for record in run.records()] == [1, 2, 3]
-    run.forget_after(2)
+    run.forget_after(2, 2)
     assert (run.path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 

@@ -1,4 +1,4 @@
-"""What changes inside a Vision Longformer during training: random shift and its end, new Performer features."""
+"""What changes inside a Vision Longformer during training: the neighbours of random shift, new Performer features."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from ..models import VisionLongformer
 from ..models.attention import PerformerAttention
 
 RedrawsFeatures = Callable[[int, int, int], bool]
-"""From the step, its epoch and its number in the epoch, all counted from 0."""
+"""(step of the run, epoch, step of the epoch), all counted from 0, to whether features are redrawn before it."""
 
 
 class BackboneSchedule:
     """Sets every Vision Longformer inside ``model`` before each step, as a function of the step alone.
 
-    ``shift_until`` is the step from which random shift gives way to all neighbours; ``redraws_features`` says whether
-    Performer features are drawn anew before a step.
+    From step ``shift_until`` on, all neighbours take the place of random shift.
     """
 
     def __init__(self, model: nn.Module, seed: int, shift_until: int, redraws_features: RedrawsFeatures) -> None:
@@ -28,7 +27,7 @@ class BackboneSchedule:
         self._has_features = any(isinstance(module, PerformerAttention) for module in model.modules())
 
     def before_step(self, step: int, epoch: int, step_of_epoch: int) -> None:
-        """Before an optimiser step, counted from 0 in the run and in its epoch."""
+        """Before an optimiser step, counted from 0 in the run (``step``) and in its epoch."""
         for model in self._backbones:
             if model.config.neighbours == "random" and step >= self._shift_until:
                 model.set_neighbours("all")
@@ -38,7 +37,7 @@ class BackboneSchedule:
                 model.redraw_features(generator)
 
     def before_forward(self, step: int) -> None:
-        """Before each forward pass of a step; all see the same neighbours, however the step's batch is split."""
+        """Before each forward pass of a step: all of them see the same neighbours, however the batch is split."""
         for model in self._backbones:
             if model.config.neighbours == "random":
                 model.random_shift.seed(derive(self._seed, "shift") % 2**32, step)

@@ -1,6 +1,6 @@
-"""What watches a run: the interface of callbacks, curves and pictures in the run directory, TensorBoard.
+"""Callbacks, which watch a run: their interface, TensorBoard, curves and pictures in the run directory.
 
-Free of torch, so that commands can subclass :class:`Callback` and still start at once.
+Importing this does not import torch, so commands can subclass :class:`Callback` and still start at once.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LABEL_COLOUR = "#5f6b7a"
 
 
 class Callback:
-    """Watches a run; this one does nothing."""
+    """Watches a run. This one does nothing; subclasses override what they need."""
 
     def on_start(self, step: int, total: int, steps_per_epoch: int) -> None:
-        """Before the first step; ``step`` of ``total`` are done already if the run was resumed."""
+        """Before the first step. ``step`` of ``total`` steps are done; in a resumed run, that is not 0."""
 
     def on_step(self, step: int) -> None:
         """After each optimiser step."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: everything to resume from, in one file per step, whole however the model is distributed.
+"""Checkpoints of a run: everything to resume from in one file, the same however the model is distributed.
 
 Randomness has no state (see :mod:`~vision_longformer.data.randomness`), so weights, optimiser and counters are all
 there is.
@@ -23,7 +23,7 @@ from .ema import WeightAverage
 
 @dataclass
 class Counters:
-    """Where a run is: steps done, the step last evaluated, the best score, and sums of what was not logged yet."""
+    """How far a run is: steps done, the step last evaluated, the best score, and sums of what is not yet logged."""
 
     step: int = 0
     evaluated: int = 0
@@ -32,9 +32,9 @@ class Counters:
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of a run in ``folder``; the previous one goes when the next one is safe.
+    """Writes and reads the checkpoints of a run in ``folder``, which keeps the latest one only.
 
-    All processes take part in both; the main process writes.
+    All processes call :meth:`save` and :meth:`restore`; the main process writes.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Checkpointer:
         return latest_checkpoint(self._folder)
 
     def save(self, counters: Counters) -> None:
-        """Write the checkpoint of a step, then remove those before it."""
+        """Write the checkpoint of a step; when it is safe on the disk, remove those before it."""
         state = self._state(counters)
         if self._accelerator.is_main_process:
             path = self._folder / f"step_{counters.step:09d}.pt"
@@ -99,7 +99,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds."""
+    """What a checkpoint holds, on the CPU."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files raise nearly anything

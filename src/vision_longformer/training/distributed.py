@@ -1,4 +1,4 @@
-"""Several processes, through accelerate and FSDP2: how a model is distributed, and how processes agree."""
+"""Several processes, by accelerate and FSDP2: how a model is distributed, and how processes agree."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 def make_accelerator(settings: TrainSettings) -> Accelerator:
-    """For this process, alone or as torchrun started it; refuses what the machine cannot do."""
+    """For this process, alone or one of those that torchrun started; refuses what the machine cannot do."""
     cuda = torch.cuda.is_available()
     if settings.precision == "fp16" and not cuda:
         raise ValueError("precision fp16 needs a GPU; use bf16 or fp32 here")
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
     precision = {"fp32": "no"}.get(settings.precision, settings.precision)
     accelerator = Accelerator(cpu=not cuda, mixed_precision=precision)
     parts = accelerator.num_processes * settings.accumulate
@@ -55,18 +55,20 @@ def distribute(accelerator: Accelerator, model: nn.Module, settings: TrainSettin
 
 @contextmanager
 def without_sync(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Gradients are added up in each process only, until the last part of a batch."""
+    """Meanwhile, gradients are added up in each process by itself: for all micro-batches of a step but the last."""
     if not isinstance(model, FSDPModule):
         with accelerator.no_sync(model):
             yield
         return
     model.set_requires_gradient_sync(False)
-    yield
-    model.set_requires_gradient_sync(True)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 def agree(accelerator: Accelerator, signal_number: int, save: bool) -> tuple[int, bool]:
-    """What all processes do after a step: end if any was asked to, save if the first one's clock says so."""
+    """What all processes do after a step: stop if any got a signal, save if the main one's clock says so."""
     if accelerator.num_processes == 1:
         return signal_number, save
     flags = torch.tensor([signal_number, int(save and accelerator.is_main_process)], device=accelerator.device)
@@ -75,7 +77,7 @@ def agree(accelerator: Accelerator, signal_number: int, save: bool) -> tuple[int
 
 
 def from_main(accelerator: Accelerator, value: T) -> T:
-    """The first process's value in every process."""
+    """The main process's value, in every process."""
     return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """Averages parameters after each step; buffers (such as random features) are taken as they are.
+    """Averages parameters after each step; buffers (such as random features) are not averaged.
 
-    Kept as tensors beside the parameters, not as a second model, so that sharded parameters are averaged shard by
-    shard. The decay grows from 0.1 to ``decay`` as ``(1 + step) / (10 + step)``, so that a short run forgets its start.
+    The averages are tensors beside the parameters, not a second model, so that sharded parameters are averaged shard
+    by shard. The decay grows as ``(1 + step) / (10 + step)`` up to ``decay``, so that a short run forgets its start.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -23,7 +23,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after ``step`` steps."""
+        """Add the weights as they are after ``step`` steps, counted from 1."""
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
         current = [parameter.detach() for parameter in self._parameters.values()]
         torch._foreach_lerp_(list(self.values.values()), current, weight)
@@ -35,7 +35,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model has the averaged weights meanwhile."""
+        """Meanwhile, the model has the averaged weights."""
         self._swap()
         try:
             yield

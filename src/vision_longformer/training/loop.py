@@ -1,4 +1,4 @@
-"""The training loop of all tasks: steps, logs, evaluations, checkpoints, an orderly end when a signal asks for it."""
+"""The training loop of all tasks: steps, logs, evaluations, checkpoints, and a graceful exit on a signal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(Exception):
-    """A run was asked to end by signal ``number``, and has saved its state."""
+    """A run was stopped by signal ``number`` and has saved its state."""
 
     def __init__(self, number: int, step: int, run: Path) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
@@ -41,8 +41,11 @@ class Interrupted(Exception):
 
 
 class TrainingLoop:
-    """One run of a task. Everything it draws is a function of the step, so a run that resumes from a checkpoint ends
-    as if it had never stopped."""
+    """One run of a task.
+
+    Everything random in it is a function of the seed and the step, so a run that resumes from a checkpoint ends as if
+    it had never stopped.
+    """
 
     def __init__(
         self,
@@ -65,20 +68,23 @@ class TrainingLoop:
         )
         self.counters = Counters()
         self._sums: dict[str, Tensor] = {}
-        self._saved_at = time.monotonic()
-        self._logged_at = (time.monotonic(), 0)
+        self._saved_at = self._logged_at = time.monotonic()
+        self._logged_step = 0
 
-    def train(self) -> dict[str, Any]:
-        """Run to the end, or until a signal; the last evaluation."""
+    def train(self) -> dict[str, float]:
+        """Run to the end, or until a signal, and return the results of the last evaluation."""
         self._restore()
         self.callback.on_start(self.counters.step, self.total, self.steps_per_epoch)
-        with Interruption() as interruption:
+        with GracefulExit() as graceful_exit:
             try:
-                while self.counters.step < self.total:
-                    self._epoch(interruption)
+                if self._evaluation_is_due():  # a run that was stopped between a step and its evaluation
                     self._evaluate()
                     self._save()
-                self._evaluate()
+                while self.counters.step < self.total:
+                    self._epoch(graceful_exit)
+                    if self._evaluation_is_due():
+                        self._evaluate()
+                    self._save()
                 return self._last_evaluation()
             except (OSError, RuntimeError) as error:
                 raise self._explained(error) from error
@@ -91,21 +97,19 @@ class TrainingLoop:
             return
         self.counters = self.checkpointer.restore(path)
         self._sums = {name: torch.tensor(value) for name, value in self.counters.sums.items()}
-        self._logged_at = (time.monotonic(), self.counters.step)
+        self._logged_at, self._logged_step = time.monotonic(), self.counters.step
         if self.accelerator.is_main_process:
-            self.run.forget_after(self.counters.step)
+            self.run.forget_after(self.counters.step, self.counters.evaluated)
 
     # Steps
 
-    def _epoch(self, interruption: Interruption) -> None:
+    def _epoch(self, graceful_exit: GracefulExit) -> None:
         """From the current step to the end of its epoch or of the run."""
         epoch, done = divmod(self.counters.step, self.steps_per_epoch)
-        if done == 0 and self.counters.evaluated < self.counters.step:
-            self._evaluate()
         batches = self.task.batches(epoch, done * self.settings.accumulate)
         for step_of_epoch in range(done, min(self.steps_per_epoch, done + self.total - self.counters.step)):
             self._step(epoch, step_of_epoch, batches)
-            signal_number, due = agree(self.accelerator, interruption.requested, self._save_is_due())
+            signal_number, due = agree(self.accelerator, graceful_exit.signal_number, self._save_is_due())
             if signal_number:
                 self._save()
                 raise Interrupted(signal_number, self.counters.step, self.run.path)
@@ -113,11 +117,13 @@ class TrainingLoop:
                 self._save()
 
     def _step(self, epoch: int, step_of_epoch: int, batches: Iterator[Any]) -> None:
+        """One optimiser step, on the next ``accumulate`` of ``batches``."""
         settings, step = self.settings, self.counters.step
         torch.manual_seed(derive(settings.seed, "step", step, self.accelerator.process_index))
         self.schedule.before_step(step, epoch, step_of_epoch)
+        lr = learning_rate(settings, step, self.total, self.warmup)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step, self.total, self.warmup)
+            group["lr"] = lr
         self.model.train()
         for part, batch in enumerate(islice(batches, settings.accumulate)):
             self.schedule.before_forward(step)
@@ -145,19 +151,19 @@ class TrainingLoop:
     # Logs, evaluations, checkpoints
 
     def _log(self, epoch: int) -> None:
-        step, (before, earlier) = self.counters.step, self._logged_at
+        """Means since the last line: over steps, their micro-batches and processes."""
         sums = mean_over_processes(self.accelerator, self._sums)
         parts = sums.pop("parts")
-        now = time.monotonic()
-        values = {name: value / parts for name, value in sums.items()}
-        self._check_finite(values["loss"])
-        rate = (step - earlier) * self.settings.batch_size / max(now - before, 1e-9)
+        means = {name: value / parts for name, value in sums.items()}
+        self._check_finite(means["loss"])
+        step, now = self.counters.step, time.monotonic()
+        speed = (step - self._logged_step) * self.settings.batch_size / max(now - self._logged_at, 1e-9)
         lr = self.optimizer.param_groups[0]["lr"]
-        record = {"step": step, "epoch": epoch, "lr": lr, **values, "images_per_second": round(rate, 1)}
+        record = {"step": step, "epoch": epoch, "lr": lr, **means, "images_per_second": round(speed, 1)}
         if self.accelerator.is_main_process:
             self.run.record(record)
         self.callback.on_log(record)
-        self._sums, self._logged_at = {}, (now, step)
+        self._sums, self._logged_at, self._logged_step = {}, now, step
 
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -166,27 +172,29 @@ class TrainingLoop:
                 "lr, a longer warmup or clip_norm may be started"
             )
 
+    def _evaluation_is_due(self) -> bool:
+        """After every ``eval_every`` epochs and at the end of the run, unless this step has been evaluated."""
+        epoch, step_of_epoch = divmod(self.counters.step, self.steps_per_epoch)
+        due = self.counters.step == self.total or (step_of_epoch == 0 and epoch % self.settings.eval_every == 0)
+        return due and self.counters.evaluated < self.counters.step
+
     def _evaluate(self) -> None:
-        """At the end of an epoch that is due, and of the run; not twice at a step."""
-        epoch, rest = divmod(self.counters.step, self.steps_per_epoch)
-        last = self.counters.step == self.total
-        due = last or (rest == 0 and epoch % self.settings.eval_every == 0)
-        if not due or self.counters.evaluated == self.counters.step:
-            return
+        """Evaluate the model, averaged if there is an average, and save it if it is the best or the last."""
         with nullcontext() if self.average is None else self.average.applied():
             results = self.task.evaluate(self.callback.on_eval_progress)
             best = self._is_best(results[self.task.score])
             if best:
                 self.counters.best = results[self.task.score]
                 self._save_model("best")
-            if last:
+            if self.counters.step == self.total:
                 self._save_model("last")
         self.counters.evaluated = self.counters.step
+        epoch = self.counters.step // self.steps_per_epoch
         record = {"step": self.counters.step, "epoch": epoch, "evaluation": results}
         if self.accelerator.is_main_process:
             self.run.record(record)
         self.callback.on_evaluate(record, best)
-        self._logged_at = (time.monotonic(), self.counters.step)
+        self._logged_at, self._logged_step = time.monotonic(), self.counters.step
 
     def _is_best(self, score: float) -> bool:
         """Any score is better than none or NaN."""
@@ -200,7 +208,7 @@ class TrainingLoop:
         return time.monotonic() - self._saved_at > 60 * self.settings.checkpoint_minutes
 
     def _save(self) -> None:
-        """All processes; sums are saved as their mean over processes, which each then resumes from."""
+        """Write a checkpoint, in all processes together. Each resumes from the mean of their sums."""
         if self._sums:
             self.counters.sums = mean_over_processes(self.accelerator, self._sums)
             self._check_finite(self.counters.sums["loss"])
@@ -209,11 +217,12 @@ class TrainingLoop:
         self.checkpointer.save(self.counters)
         self._saved_at = time.monotonic()
 
-    def _last_evaluation(self) -> dict[str, Any]:
+    def _last_evaluation(self) -> dict[str, float]:
+        """From the metrics, since a resumed run may have had nothing left to do; null stands for NaN there."""
         evaluations = [line["evaluation"] for line in self.run.records() if "evaluation" in line]
-        return dict(evaluations[-1])
+        return {name: math.nan if value is None else value for name, value in evaluations[-1].items()}
 
-    # What went wrong
+    # Errors
 
     def _explained(self, error: OSError | RuntimeError) -> Exception:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -241,31 +250,29 @@ def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:
     return settings.steps or settings.epochs * steps_per_epoch
 
 
-class Interruption:
-    """While entered, the first SIGINT or SIGTERM sets ``requested`` to its number instead of ending the process.
+class GracefulExit:
+    """A context in which the first SIGINT or SIGTERM sets ``signal_number`` instead of ending the process.
 
-    The run then saves and ends; a second signal ends the process at once.
+    The loop then saves and ends. Meanwhile signals act as they did before, so a second one ends the process at once.
     """
 
     def __init__(self) -> None:
-        self.requested = 0
-        self._before: dict[int, Any] = {}
+        self.signal_number = 0
+        self._handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> Interruption:
+    def __enter__(self) -> GracefulExit:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.requested = number
-        self._restore()
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal_number = number
+        self._restore_handlers()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._restore()
+    def __exit__(self, *exception: object) -> None:
+        self._restore_handlers()
 
-    def _restore(self) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._before = {}
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}

@@ -55,12 +55,12 @@ def _exempt_names(model: nn.Module, decay: str) -> set[str]:
 Groups = Iterable[dict[str, Any]]
 
 FUSED_DEVICES = ("cpu", "cuda")
-"""Where torch's AdamW has a kernel that updates a parameter in one pass, a third of the time on the CPU. (So has its
-SGD, but not for sharded parameters.)"""
+"""Where torch's AdamW has a kernel that updates a parameter in one pass: a third of the time on the CPU. Its SGD has
+one too, but not for sharded parameters."""
 
 
 def build_optimizer(groups: Groups, settings: TrainSettings) -> Optimizer:
-    """The optimiser that ``settings`` name over ``groups`` of :func:`.parameter_groups.parameter_groups`."""
+    """The optimiser that ``settings`` name, over the groups of :func:`parameter_groups`."""
     groups, lr, betas = list(groups), settings.scaled_lr, (0.9, settings.beta2)
     if settings.optimizer == "adamw":
         fused = all(parameter.device.type in FUSED_DEVICES for group in groups for parameter in group["params"])

@@ -1,7 +1,7 @@
 """Recipes: the settings of a run as a frozen dataclass, and the small YAML files that change its defaults.
 
 A task's recipe is a subclass of :class:`BackboneSettings` with flat keys. A shipped recipe is a file in
-``recipes/TASK/`` or, where it differs from another in a line or two, an entry of the subclass's ``generated`` table.
+``recipes/TASK/`` or, where it differs from another by a line or two, an entry of the subclass's ``generated`` table.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ BASE = "base"
 
 
 def resolve(recipe_type: type[R], recipe: str | BackboneSettings, **changes: Any) -> R:
-    """The settings of a recipe by name, by .yaml file, or as they are, with some of them changed."""
+    """The settings of a recipe, given by name, as a .yaml file or as settings, with some of them changed."""
     if isinstance(recipe, recipe_type):
         return replace(recipe, **changes)
     name = str(recipe)
@@ -251,7 +251,7 @@ def _parse(recipe: str, text: str) -> dict[str, Any]:
 
 
 def parse_values(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Values of a command line, each read as it would be in a file; what is not YAML is taken for text."""
+    """Values from a command line, each read as it would be in a file; what is not YAML is text."""
     values: dict[str, Any] = {}
     for key, text in texts.items():
         try:
@@ -300,7 +300,7 @@ class RecipeLoader(yaml.SafeLoader):
 
 
 class RecipeDumper(yaml.SafeDumper):
-    """Lists on one line; quotes around strings that :class:`RecipeLoader` would take for numbers."""
+    """Lists on one line; quotes around strings that :class:`RecipeLoader` would read as numbers."""
 
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
         return super().represent_sequence(tag, sequence, flow_style=True)

@@ -1,7 +1,8 @@
-"""Starting runs and resuming them, whatever is trained: what every task needs set up is set up here."""
+"""Starting and resuming runs of any task: what they all need set up is set up here."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,8 +71,9 @@ def _fit(
     accelerator: Accelerator,
     callback: Callback | None,
 ) -> TrainedRun:
-    if settings.grad_checkpointing:
-        _enable_grad_checkpointing(task.model)
+    """Set up gradient checkpointing, compilation, what changes in the backbone, and callbacks; then run the loop."""
+    if settings.grad_checkpointing and not _enable_grad_checkpointing(task.model):
+        raise ValueError("grad_checkpointing is on, but nothing in this model supports it; turn it off")
     shift_until = round(settings.shift_until * total_steps(settings, task.batches_per_epoch))
     schedule = BackboneSchedule(task.model, settings.seed, shift_until, task.redraws_features)
     if settings.compile:
@@ -86,13 +88,14 @@ def _fit(
     return TrainedRun(run.path, results)
 
 
-def _enable_grad_checkpointing(model: nn.Module) -> None:
-    """Of the model itself or, in a detector, of its backbone: whatever has timm's method for it."""
-    outermost: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") or outer == "" for outer in outermost)
-        if not inside and hasattr(module, "set_grad_checkpointing"):
-            module.set_grad_checkpointing(True)
-            outermost.append(name)
-    if not outermost:
-        raise ValueError("grad_checkpointing is on, but nothing in this model supports it; turn it off")
+def _enable_grad_checkpointing(module: nn.Module) -> bool:
+    """By timm's method, of the model or of the backbone in it; returns whether any part supports it."""
+    enable: Callable[[bool], None] | None = getattr(module, "set_grad_checkpointing", None)
+    if enable is None:
+        supported = [_enable_grad_checkpointing(child) for child in module.children()]
+        return any(supported)
+    try:
+        enable(True)
+    except AssertionError:  # models of timm that cannot
+        return False
+    return True

@@ -26,7 +26,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, recipe: str) -> RunDirectory:
-        """A new one; a directory that holds anything is refused."""
+        """A new one, locked; a directory that holds anything is refused."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise FileExistsError(f"{path} exists; give another --output, or resume that run by --resume {path}")
         run = cls(path)
@@ -69,9 +69,9 @@ class RunDirectory:
                 break
         return records
 
-    def forget_after(self, step: int) -> None:
-        """Drop metrics of later steps, which will be taken again."""
-        earlier = [line for line in self.records() if line["step"] <= step]
+    def forget_after(self, step: int, evaluated: int) -> None:
+        """Drop metrics of training after ``step`` and of evaluation after ``evaluated``: a resumed run repeats them."""
+        earlier = [line for line in self.records() if line["step"] <= (evaluated if "evaluation" in line else step)]
         with written_whole(self.path / METRICS, overwrite=True) as temporary:
             temporary.write_text("".join(map(_json_line, earlier)))
 
