@@ -1,4 +1,4 @@
-"""Several processes, by accelerate and FSDP2: how a model is distributed, and how processes agree."""
+"""Devices and processes, by accelerate and FSDP2: precision, how a model is distributed, and how processes agree."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ from .optimizer import build_optimizer, parameter_groups
 from .recipe import TrainSettings
 
 T = TypeVar("T")
+
+AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Meanwhile, matrix products run in ``precision``; fp32 leaves them in the model's own dtype."""
+    dtype = AUTOCAST_DTYPES[precision]
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
 def make_accelerator(settings: TrainSettings) -> Accelerator:
