@@ -220,6 +220,58 @@ def test_tokens_given_by_the_caller() -> None:
         assert (gradient.abs().max() > 0) == (name not in without_effect(config)), name
 
 
+def identity_block(block: nn.Module) -> None:
+    """Nothing comes out of either branch, so that a block returns what it is given."""
+    for layer in (block.attn.proj, block.mlp.fc2):
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+
+
+def test_carried_and_given_tokens_by_hand() -> None:
+    """Own global tokens are carried on to the next stage, given ones are not: every stage projects those anew.
+
+    Blocks do nothing here, and all weights are small whole numbers. Stage 1 has patches of one pixel x, embedded as
+    (x, 10x); stage 2 adds up patches of 2×2 and carries tokens on with their channels swapped.
+    """
+    stages = [cfg.StageConfig(2, 1, 1, patch, cfg.Full(), 2, "absolute") for patch in (1, 2)]
+    options = {"img_size": (2, 2), "in_chans": 1, "norm_embed": False, "given_token_dim": 1}
+    model = VisionLongformer(ModelConfig(tuple(stages), num_classes=0, carry_global_tokens=True, **options)).eval()
+    weights = {
+        "stages.0.patch_embed.proj.weight": [[[[1]]], [[[10]]]],
+        "stages.0.global_tokens": [[1, 2], [3, 4]],
+        "stages.0.given.weight": [[1], [2]],
+        "stages.0.position.rows": [[100], [200]],
+        "stages.0.position.columns": [[1000], [2000]],
+        "stages.0.position.global_tokens": [[10, 20], [30, 40]],
+        "stages.1.patch_embed.proj.weight": [
+            [[[1, 1], [1, 1]], [[0, 0], [0, 0]]],
+            [[[0, 0], [0, 0]], [[1, 1], [1, 1]]],
+        ],
+        "stages.1.carry.weight": [[0, 1], [1, 0]],
+        "stages.1.given.weight": [[3], [4]],
+        "stages.1.position.rows": [[5]],
+        "stages.1.position.columns": [[7]],
+        "stages.1.position.global_tokens": [[100, 200], [300, 400]],
+    }
+    for stage in model.stages:
+        identity_block(stage.blocks[0])
+        nn.init.zeros_(stage.patch_embed.proj.bias)
+    with torch.no_grad():
+        for name, value in weights.items():
+            model.get_parameter(name).copy_(torch.tensor(value))
+    model.norm = nn.Identity()
+
+    x, given = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]]), torch.tensor([[[5.0], [6.0], [7.0]]])
+    own, projected = [[11, 22], [33, 44]], [[5, 10], [6, 12], [7, 14]]
+    local = [[101, 1010], [102, 2020], [203, 1030], [204, 2040]]
+    tokens, grid = model.stages[0](x, given=given)
+    assert (tokens[0].tolist(), tuple(grid)) == ([*own, *projected, *local], (2, 2))
+    carried, projected = [[22 + 100, 11 + 200], [44 + 300, 33 + 400]], [[15, 20], [18, 24], [21, 28]]
+    local = [[101 + 102 + 203 + 204 + 5, 1010 + 2020 + 1030 + 2040 + 7]]
+    assert model.forward_features(x, given)[0].tolist() == [*carried, *projected, *local]
+    assert model.forward_features(x)[0].tolist() == [*carried, *local]
+
+
 @pytest.mark.parametrize("mechanism", [cfg.Performer(8), cfg.SpatialReduction(2)], ids=lambda m: m.mechanism)
 def test_tokens_given_to_other_mechanisms(mechanism: cfg.AttentionConfig) -> None:
     model = VisionLongformer(small_config(mechanism, given_token_dim=6)).double().eval()
@@ -334,10 +386,20 @@ def test_no_weight_decay_names_tokens_and_tables() -> None:
     assert model.no_weight_decay() == expected
     position = {f"stages.0.position.{part}" for part in ("rows", "columns", "global_tokens")}
     assert build("flat").no_weight_decay() == position | {"stages.0.global_tokens"}
+    assert build("flat_1d").no_weight_decay() == {
+        "stages.0.position.table", "stages.0.position.global_tokens", "stages.0.global_tokens"
+    }  # fmt: skip
     groups = timm.optim.param_groups_weight_decay(model, 0.1, no_weight_decay_list=model.no_weight_decay())
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
     for name, parameter in model.named_parameters():
         assert (id(parameter) in decayed) == (parameter.ndim > 1 and name not in expected), name
+
+
+def test_no_weight_decay_names_no_buffers() -> None:
+    """Performer features are drawn, not trained, and no optimiser has them."""
+    model = VisionLongformer(small_config(cfg.Performer(8), cfg.Performer(8), tokens=(1, 0)))
+    tables = {f"stages.{stage}.position.{axis}" for stage in (0, 1) for axis in ("rows", "columns")}
+    assert model.no_weight_decay() == tables | {"stages.0.position.global_tokens", "stages.0.global_tokens"}
 
 
 @pytest.mark.parametrize("name", ["vil", "flat", "carried"])
@@ -384,6 +446,32 @@ def test_prune_intermediate_layers() -> None:
     first = model.forward_intermediates(x, indices=[0, 1], intermediates_only=True)
     for got, expected in zip(first, maps, strict=False):
         assert_close(got, expected, 1e-12)
+
+
+def test_norm_and_head_go_with_the_last_stage() -> None:
+    """Stages of 8, 8, 16 and 16 channels: what was made for the last does not fit the second."""
+    model = build("vil", torch.float64).eval()
+    x = image(dtype=torch.float64)
+    tokens = by_hand(model, x)[1]
+    assert model.prune_intermediate_layers([0, 1], prune_norm=False, prune_head=False) == [0, 1]
+    assert (model.num_features, model.num_classes, model.config.num_classes) == (8, 0, 0)
+    assert_close(model.forward_features(x), tokens, 1e-12)
+    assert_close(model(x), tokens.mean(1), 1e-12)
+    features = tokens[:, 1:].transpose(1, 2).unflatten(2, (8, 8))
+    assert_close(model.forward_intermediates(x, [1], norm=True, intermediates_only=True)[0], features, 1e-12)
+    model.reset_classifier(3)
+    assert model(x).shape == (2, 3)
+
+
+def test_norm_and_head_stay_with_the_last_stage() -> None:
+    model = build("vil", torch.float64).eval()
+    x = image(dtype=torch.float64)
+    expected = model(x)
+    assert model.prune_intermediate_layers([1, -1], prune_norm=False, prune_head=False) == [1, 3]
+    assert torch.equal(model(x), expected)
+    model.prune_intermediate_layers([1, 3], prune_norm=False)
+    assert (model.num_classes, model(x).shape) == (0, (2, 16))
+    assert isinstance(model.norm, nn.LayerNorm)
 
 
 def test_attention_implementation_by_name() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from builders import assert_close, build, image
 
-from vision_longformer.models.attention import LongformerAttention
+from vision_longformer.models.attention import Attention, LongformerAttention
 from vision_longformer.models.random_shift import RandomShift
 
 X = image(80, 80, dtype=torch.float64)
@@ -16,10 +18,44 @@ def outputs(model: torch.nn.Module, steps: int) -> list[torch.Tensor]:
     return [model(X).detach() for _ in range(steps)]
 
 
+def draws(seed: int, steps: int, layers: int) -> torch.Tensor:
+    """The neighbours of the first steps of a seed, (steps, layers)."""
+    source = RandomShift(seed)
+    return torch.stack([source.draw(layers) for _ in range(steps)])
+
+
+@pytest.mark.parametrize(
+    ("seed", "step", "neighbours"),
+    [
+        (0, 0, [1, 8, 1, 6, 2, 3]),
+        (3, 0, [2, 2, 5, 8, 4, 5]),
+        (3, 1, [3, 1, 4, 7, 7, 4]),
+        (4, 0, [8, 6, 3, 6, 3, 5]),
+        (4, 1, [7, 5, 7, 8, 3, 5]),
+        (2147483655, 123456, [1, 1, 2, 1, 1, 4]),
+        (4294967295, 1000000, [2, 7, 6, 4, 1, 1]),
+    ],
+)
+def test_draws_of_a_seed_and_step(seed: int, step: int, neighbours: list[int]) -> None:
+    """Computed apart from the code, with whole numbers: ``h(h(h(seed) ^ step) ^ layer) % 8 + 1`` for layers 0 to 5,
+    where h(x) is twice ``x = (x ^ x // 65536) * 73244475 % 2**32``, then ``x ^ x // 65536``. Runs depend on them."""
+    source = RandomShift()
+    source.seed(seed, step)
+    assert source.draw(6).tolist() == neighbours
+    assert source.state.tolist() == [seed, step + 1]
+
+
+def test_no_seed_is_another_seed_some_steps_later() -> None:
+    """Of unrelated draws of 1 to 8, an eighth agree."""
+    sequences = [draws(seed, 64, 6) for seed in range(8)]
+    for (one, first), (other, second) in itertools.permutations(enumerate(sequences), 2):
+        for delay in range(9):
+            agreement = (first[delay:] == second[: 64 - delay]).double().mean()
+            assert agreement < 0.25, f"seed {one} from step {delay} on is like seed {other}"
+
+
 def test_all_neighbours_occur_equally_often() -> None:
-    source = RandomShift(seed=3)
-    draws = torch.stack([source.draw(12) for _ in range(500)])
-    counts = torch.bincount(draws.flatten(), minlength=9)
+    counts = torch.bincount(draws(3, 500, 12).flatten(), minlength=9)
     assert counts[0] == 0
     assert len(counts) == 9
     assert (counts[1:] - 750).abs().max() < 120  # about four standard deviations
@@ -27,8 +63,7 @@ def test_all_neighbours_occur_equally_often() -> None:
 
 def test_layers_steps_and_seeds_are_drawn_independently() -> None:
     """Two columns, two rows, or two seeds agree about one time in eight."""
-    first = torch.stack([draw for s in [RandomShift(3)] for draw in (s.draw(12) for _ in range(500))])
-    second = torch.stack([draw for s in [RandomShift(4)] for draw in (s.draw(12) for _ in range(500))])
+    first, second = draws(3, 500, 12), draws(4, 500, 12)
     pairs = [(first, second), (first[:, 1:], first[:, :-1]), (first[1:], first[:-1])]
     for left, right in pairs:
         assert 0.1 < (left == right).double().mean() < 0.15
@@ -97,6 +132,29 @@ def test_set_neighbours_is_as_if_built_so(neighbours: str) -> None:
     for a, b in zip(outputs(model, 2), outputs(built, 2), strict=True):
         assert torch.equal(a, b)
     assert torch.equal(model.eval()(X), built.eval()(X))
+
+
+def test_the_end_of_random_shift_leaves_evaluation_alone() -> None:
+    model = build("vil", torch.float64, neighbours="random", eval_neighbours="self")
+    expected = model.eval()(X)
+    model.set_neighbours("all")
+    assert (model.config.neighbours, model.config.eval_neighbours) == ("all", "self")
+    assert torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize("evaluation", ["all", "self"])
+@pytest.mark.parametrize("training", ["all", "self", "random"])
+def test_the_mode_says_what_every_layer_sees(training: str, evaluation: str) -> None:
+    model = build("partial_vil", neighbours=training, eval_neighbours=evaluation)
+    seen: list[object] = []
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.register_forward_pre_hook(lambda _, args: seen.append(args[2]))
+    model.train()(X.float())
+    assert seen == ([1, 8, 1, 6] if training == "random" else [training] * 4)
+    seen.clear()
+    model.eval()(X.float())
+    assert seen == [evaluation] * 4
 
 
 def test_neighbours_change_what_is_computed() -> None:
