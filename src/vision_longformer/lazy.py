@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -56,17 +55,17 @@ def after_import(package: str, callback: Callable[[], object]) -> None:
         sys.meta_path.insert(0, _ImportHook(package, callback))
 
 
-class _ImportHook(MetaPathFinder):
-    """Finds ``package`` as the other finders do, with a loader that afterwards calls ``callback``, once.
+class _ImportHook:
+    """Finds ``package`` as the other finders on ``sys.meta_path`` do; its loader calls ``callback`` afterwards, once.
 
-    It stays until the package has run: many programs look for a package's spec without importing it.
+    The hook stays until the package has run: many programs look for a package's spec without importing it.
     """
 
     def __init__(self, package: str, callback: Callable[[], object]) -> None:
         self._package, self._callback = package, callback
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
         if fullname != self._package:
             return None

@@ -26,9 +26,9 @@ def convert(
     only_glo: bool | None = None,
     qkv_bias: bool | None = None,
 ) -> None:
-    """Convert a checkpoint of the authors' release to a file of ours, weights and configuration in one.
+    """Convert a checkpoint of the authors' release to a .safetensors file with weights and configuration.
 
-    The options below 'overwrite' are those of the release, for checkpoints trained with other values than its own.
+    The options after --overwrite are the release's own, for checkpoints that were not trained with its defaults.
 
     Args:
         released: the .pth file.
@@ -36,17 +36,17 @@ def convert(
         arch: the architecture string that the checkpoint was trained with, such as 'l1,h3,d96,n1,s1,g1,p4,f7,a0_…'.
         attn_type: full, longformerhand, longformerauto, linformer, srformer or performer.
         img_size: image size that the checkpoint was trained with.
-        to: a name from 'vil models' to bring the weights into, their tables resized.
+        to: a model from 'vil models' to convert the weights for; position tables are resized.
         overwrite: replace an existing file.
-        num_classes: the file's by default.
-        sharew: the same weights for global and local tokens.
-        share_kv: the same Linformer projection for keys and values.
+        num_classes: number of classes; as in the file by default.
+        sharew: share weights between global and local tokens.
+        share_kv: share the Linformer projection of keys and values.
         norm_embed: LayerNorm after the patch embedding.
-        avg_pool: average the tokens instead of taking the first.
-        sw_exact: window rule, 0 chunk, 1 exact, -1 cyclic.
-        mode: 0 all neighbours, -1 the own chunk, above 0 random shift in training.
-        only_glo: global memory without local attention.
-        qkv_bias: a bias in the projections to queries, keys and values.
+        avg_pool: classify the average of the tokens instead of the first one.
+        sw_exact: window rule; 0: chunk, 1: exact, -1: cyclic.
+        mode: 0: attend to all neighbouring chunks, -1: to the own chunk only, above 0: random shift in training.
+        only_glo: only global memory, no local attention.
+        qkv_bias: a bias in the projection to queries, keys and values.
     """
     from .. import adapt_model, load_release, model_config, save
 
@@ -65,10 +65,10 @@ def convert(
     target = None if to is None else model_config(to)
     model = load_release(released, arch=arch, attn_type=attn_type, img_size=img_size, **given)
     if target is not None:
-        kept = ("num_classes", "in_chans", "global_pool")
-        target = target.override(**{name: getattr(model.config, name) for name in kept})
+        same = ("num_classes", "in_chans", "global_pool")
+        target = target.override(**{name: getattr(model.config, name) for name in same})
         with log_lines():
             model = adapt_model(model, target)
     path = save(model, converted, overwrite=overwrite)
     count = sum(parameter.numel() for parameter in model.parameters())
-    print_line(f"wrote {path}: {millions(count)} M parameters, made for images of {size_text(model.config.img_size)}")
+    print_line(f"wrote {path}: {millions(count)} M parameters, for images of {size_text(model.config.img_size)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from .output import print_table, size_text
@@ -20,7 +19,6 @@ PACKAGES = (
     "triton",
     "accelerate",
     "safetensors",
-    "jsonargparse",
     "pycocotools",
 )
 
@@ -75,6 +73,8 @@ def _print_implementations(device: torch.device) -> None:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:

@@ -6,10 +6,10 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .output import counting, print_json, print_line, print_table
+from .output import print_json, print_line, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from ..classification.evaluate import Result
+    from ..classification.metrics import Result
 
 
 def evaluate(
@@ -28,20 +28,20 @@ def evaluate(
 ) -> None:
     """Show how accurate a classifier is on a data set: top-1, top-5 and loss.
 
-    Under torchrun, processes share the images, and each is counted once.
+    Under torchrun, the processes share the images; each image is counted once.
 
     Args:
-        checkpoint: a .safetensors file that 'vil train' or 'vil convert' wrote, or one of 'vil export'.
-        data: a folder, .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist.
+        checkpoint: a .safetensors file from 'vil train' or 'vil convert', or a file from 'vil export'.
+        data: a folder, a .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist.
         split: name of the split.
-        size: side of the square images that the model sees; the one it was trained with by default.
+        size: side of the square input image; as in training by default.
         batch_size: images at a time in each process.
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.
-        skip_bad_images: leave out images that cannot be read, instead of stopping.
-        per_class: the accuracy of each class as well.
-        confusion: a .png file to draw the confusion matrix into.
-        json: as JSON.
+        skip_bad_images: skip images that cannot be read, instead of stopping.
+        per_class: also print the accuracy of each class.
+        confusion: a .png file to draw the confusion matrix to.
+        json: print JSON.
     """
     from accelerate import PartialState
 
@@ -50,7 +50,7 @@ def evaluate(
 
     if confusion is not None:
         check_picture(confusion)
-    with counting("evaluating") as progress:
+    with progress_bar("evaluating") as progress:
         result = evaluate_checkpoint(
             checkpoint,
             data,
@@ -76,7 +76,7 @@ def evaluate(
 
 
 def _draw(result: Result, path: str) -> Path:
-    from ..classification.evaluate import MOST_CONFUSABLE
+    from ..classification.metrics import MOST_CONFUSABLE
     from ..classification.pictures import draw_confusion
 
     if result.confusion is None:
@@ -89,7 +89,7 @@ def _print_result(result: Result, title: str, per_class: bool) -> None:
     print_line(title)
     print_table("", ("images", "top-1 %", "top-5 %", "loss"), [values], left=0)
     if result.skipped:
-        print_line(f"{result.skipped} images could not be read and were left out")
+        print_line(f"{result.skipped} images could not be read and were skipped")
     if per_class:
         rows = zip(result.classes, result.per_class(), strict=True)
         print_table("", ("class", "images", "top-1 %"), [(name, n, _number(top1)) for name, (top1, n) in rows])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .output import counting, print_line
+from .output import print_line, progress_bar
 from .predict import picture_paths
 
 
@@ -22,13 +22,13 @@ def explain(
     """Show what a classifier attends to in an image: a picture, and a page to explore with the mouse.
 
     Args:
-        checkpoint: a .safetensors file that 'vil train' or 'vil convert' wrote.
+        checkpoint: a .safetensors file from 'vil train' or 'vil convert'.
         image: an image file of any kind and size.
         point: the pixel X,Y of the image whose token the picture explains; the middle by default.
-        stage: show all layers of this stage, counted from 1; by default the last layer of every stage.
+        stage: show all layers of this stage, counted from 1; the last layer of every stage by default.
         head: show this head, counted from 1; all by default.
-        size: side of the square image that the model sees; the one it was trained with by default.
-        output: a folder to write NAME.png and NAME.html into.
+        size: side of the square input image; as in training by default.
+        output: a folder to write NAME.png and NAME.html to.
     """
     from ..explain import draw, write_page
     from ..explain import explain as explain_image
@@ -38,13 +38,13 @@ def explain(
     page = picture.with_suffix(".html")
     if page.exists():
         raise FileExistsError(f"{page} exists; give another folder or remove it first")
-    with counting("following attention back") as progress:
+    with progress_bar("tracing attention") as progress:
         explanation = explain_image(checkpoint, image, point=chosen, size=size, progress=progress)
     draw(explanation, picture, stage=stage, head=head)
     print_line(f"wrote {picture}")
-    with counting("writing weights") as progress:
+    with progress_bar("writing weights") as progress:
         write_page(explanation, page, stage=stage, head=head, progress=progress)
-    print_line(f"wrote {page}, to be opened in a browser")
+    print_line(f"wrote {page}; open it in a browser")
 
 
 def parse_point(text: str) -> tuple[int, int]:

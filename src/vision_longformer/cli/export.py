@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .output import counting, parse_size, print_line, print_table, size_text
+from .output import parse_size, print_line, print_table, progress_bar, size_text
 
 if TYPE_CHECKING:
     from ..export import Exported
@@ -24,48 +24,41 @@ def export(
 ) -> None:
     """Write a model as a file that runs without this package, and compare what it computes with the model.
 
-    The file takes any number of images at a time, a detector's one. It carries the names of the classes and how images
-    are prepared, so that 'vil predict', 'vil evaluate' and 'vil detect predict' take it in place of the checkpoint.
+    An exported classifier takes batches of any size, an exported detector one image at a time. The file carries the
+    names of the classes and how images are prepared, so that 'vil predict', 'vil evaluate' and 'vil detect predict'
+    accept it in place of the checkpoint.
 
     Args:
         checkpoint: a .safetensors file of a classifier or a detector.
         output: the file to write; the checkpoint's name with another ending by default.
         format: onnx, for onnxruntime and others, or pt2, for torch.export.load.
-        size: HEIGHTxWIDTH of the images, or one number; what the model was trained with by default.
-        dynamic: images of any height and width instead.
-        backbone: the maps of all stages instead of the classes.
+        size: image size as HEIGHTxWIDTH or one number; as in training by default.
+        dynamic: accept images of any height and width instead.
+        backbone: output the feature maps of all stages instead of classes.
         overwrite: replace an existing file.
     """
     from ..export.verify import check_target
 
     path = check_target(output or Path(checkpoint).with_suffix(f".{format}"), format)
     options: dict[str, Any] = {"format": format, "size": None if size is None else parse_size(size)}
-    with counting("exporting") as progress:
+    with progress_bar("exporting") as progress:
         exported = _export(checkpoint, path, dynamic, backbone, overwrite=overwrite, progress=progress, **options)
     _print_differences(exported)
 
 
 def _export(checkpoint: str, path: Path, dynamic: bool, backbone: bool, **options: Any) -> Exported:
     """Read what the checkpoint holds, and export it."""
-    from ..checkpoint import load
     from ..checkpoint.native import DETECTOR, describe
-    from ..classification.export import export_model
-    from ..classification.model import load_classifier
+    from ..classification.export import export_checkpoint
     from ..models.zoo import MODELS
 
     if checkpoint in MODELS:
         raise ValueError(
-            f"{checkpoint} is a model without weights; give a .safetensors file that 'vil train' or 'vil convert' wrote"
+            f"{checkpoint} is a model without weights; give a .safetensors file from 'vil train' or 'vil convert'"
         )
-    description = describe(checkpoint)
-    if description.format == DETECTOR:
+    if describe(checkpoint).format == DETECTOR:
         return _export_detector(checkpoint, path, dynamic, backbone, **options)
-    if backbone:
-        info = description.info.get("preprocessing")
-        return export_model(load(checkpoint), path, dynamic=dynamic, backbone=True, info=info, **options)
-    model, preprocessing, named = load_classifier(checkpoint)
-    info = {**preprocessing.to_dict(), "named": named}
-    return export_model(model, path, dynamic=dynamic, info=info, **options)
+    return export_checkpoint(checkpoint, path, dynamic=dynamic, backbone=backbone, **options)
 
 
 def _export_detector(checkpoint: str, path: Path, dynamic: bool, backbone: bool, **options: Any) -> Exported:

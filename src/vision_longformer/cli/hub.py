@@ -1,4 +1,4 @@
-"""``vil hub``."""
+"""``vil hub save`` and ``vil hub push``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from .output import print_line
 def hub_save(checkpoint: str, folder: str, *, license: str | None = None) -> None:
     """Make a folder with weights, configuration (also for timm) and model card of a classifier or detector.
 
-    The best or last checkpoint of a run directory brings its recipe and results into the card.
+    For the best or last checkpoint of a run directory, the card also has its recipe and results.
 
     Args:
-        checkpoint: a .safetensors file that 'vil train', 'vil detect train' or 'vil convert' wrote.
-        folder: the new folder; commands that take a checkpoint take it, too.
-        license: of the weights, as the hub names it, such as mit; not stated by default.
+        checkpoint: a .safetensors file from 'vil train', 'vil detect train' or 'vil convert'.
+        folder: the folder to make; other commands accept it in place of a checkpoint.
+        license: license of the weights by its name on the hub, such as mit; not stated by default.
     """
     from ..hub import save_pretrained
 
@@ -21,13 +21,13 @@ def hub_save(checkpoint: str, folder: str, *, license: str | None = None) -> Non
 
 
 def hub_push(folder: str, repo_id: str, *, private: bool = False, overwrite: bool = False) -> None:
-    """Upload a folder that 'vil hub save' made to the Hugging Face Hub.
+    """Upload a folder from 'vil hub save' to the Hugging Face Hub.
 
     Args:
         folder: the folder.
         repo_id: OWNER/NAME on the hub; 'vil predict hf-hub:OWNER/NAME IMAGE' then works anywhere.
-        private: only for you and those whom you invite.
-        overwrite: a new version of a model that is there already.
+        private: visible only to you and those you invite.
+        overwrite: upload a new version of a model that is there already.
     """
     from ..hub import push_to_hub
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentError
-from importlib.metadata import version
 from typing import NoReturn
 
+from .. import __version__
 from .bench import bench
 from .convert import convert
 from .cost import cost
@@ -22,7 +21,7 @@ from .explain import explain
 from .export import export
 from .hub import hub_push, hub_save
 from .models import models
-from .parser import Group, parser_message, run_command
+from .parser import Group, run_command
 from .predict import predict
 from .quantise import quantise
 from .recipes import detect_recipes, recipes
@@ -64,12 +63,10 @@ COMMANDS = Group(
 def main(argv: list[str] | None = None) -> None:
     """Run a command line; a user's mistake is one sentence on stderr and exit code 2."""
     try:
-        run_command("vil", COMMANDS, list(sys.argv[1:] if argv is None else argv), version("vision-longformer"))
+        run_command("vil", COMMANDS, list(sys.argv[1:] if argv is None else argv), __version__)
         sys.stdout.flush()
-    except ArgumentError as error:
-        _fail(parser_message(error))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its exit
         raise SystemExit(1) from None
     except OSError as error:
         _fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from .output import billions, millions, print_json, print_table, progress, size_text
+from ..errors import unknown_name
+from .output import billions, millions, print_json, print_table, size_text
 
 
 def models(pattern: str = "*", /, *, json: bool = False) -> None:
@@ -13,20 +14,19 @@ def models(pattern: str = "*", /, *, json: bool = False) -> None:
     Both are counted as in the paper, at the model's own image size.
 
     Args:
-        pattern: only names that match, such as 'vision_longformer*'.
+        pattern: only names that match, such as 'vision_longformer*'; all by default.
         json: print JSON.
     """
-    from ..costs import count_parameters, paper_macs
-    from ..errors import unknown_name
+    from ..costs.formulas import count_parameters, paper_macs
     from ..models.zoo import MODELS
 
-    names = [name for name in MODELS if fnmatchcase(name, pattern)]
-    if not names:
+    chosen = {name: config for name, config in MODELS.items() if fnmatchcase(name, pattern)}
+    if not chosen:
         raise unknown_name("model", pattern, MODELS)
-    rows = []
-    for name in progress(names, "counting"):
-        config = MODELS[name]
-        rows.append((name, config.img_size, count_parameters(config).paper, paper_macs(config).total))
+    rows = [
+        (name, config.img_size, count_parameters(config).paper, paper_macs(config).total)
+        for name, config in chosen.items()
+    ]
     if json:
         print_json([{"model": n, "img_size": s, "params": p, "macs": m} for n, s, p, m in rows])
         return

@@ -1,18 +1,17 @@
-"""From a function to a command: arguments, types and help come from its signature and docstring, by jsonargparse.
+"""From a tree of functions to a command line: a function's signature and docstring are its arguments and their help.
 
 Parameters without a default are positional, others are options; a positional-only one with a default is positional and
-may be left out. A boolean is a flag, with ``--no_…`` beside it if it is true by default; fields of a dataclass take a
-value, as ``--recipe.augment false``. A function with ``**settings`` takes any further ``--key value`` as text.
+may be left out. A boolean is a flag, a list takes several words. A function with ``**settings`` takes any further
+``--key value`` as text. Options are documented with dashes and understood with underscores, too.
 """
 
 from __future__ import annotations
 
 import inspect
-from argparse import ArgumentError
-from collections.abc import Callable, Mapping, Set
-from typing import Any, NamedTuple
-
-from jsonargparse import ActionYesNo, ArgumentParser
+import re
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn, get_args
 
 from ..errors import unknown_name
 
@@ -26,29 +25,11 @@ class Group(NamedTuple):
     commands: Mapping[str, Function | Group]
 
 
-class _CommandParser(ArgumentParser):
-    """jsonargparse's parser with flags, ``optional`` positionals, by name with their defaults, and ``repeated`` ones.
-
-    jsonargparse copies the method to its argument groups, which have no such attributes.
-    """
-
-    optional: Mapping[str, Any]
-    repeated: Set[str]
-
-    def add_argument(self, *names: Any, **options: Any) -> Any:
-        if options.get("type") is bool and "." not in names[0]:
-            del options["type"]
-            options["action"] = ActionYesNo() if options.get("default") else "store_true"
-        optional = getattr(self, "optional", {})
-        if names[0] in optional:
-            options = {**options, "nargs": "?", "default": optional[names[0]]}
-        if names[0] in getattr(self, "repeated", ()):
-            options = {"help": options.get("help"), "type": str, "nargs": "+"}
-        return super().add_argument(*names, **options)
-
-
 def run_command(program: str, group: Group, argv: list[str], version: str) -> None:
-    """Find the command that ``argv`` names, parse the rest and run it; a group alone prints its help."""
+    """Find the command that ``argv`` names, parse the rest and call it; a group alone prints its help.
+
+    A mistake is a ValueError of one sentence.
+    """
     path = [program]
     command: Function | Group = group
     while isinstance(command, Group):
@@ -57,20 +38,21 @@ def run_command(program: str, group: Group, argv: list[str], version: str) -> No
             return
         name, *argv = argv
         if name not in command.commands:
-            raise unknown_name("command", " ".join([*path[1:], name]), _full_names(path[1:], command))
+            names = [" ".join([*path[1:], known]) for known in command.commands]
+            raise unknown_name("command", " ".join([*path[1:], name]), names)
         path.append(name)
         command = command.commands[name]
-    parser = _command_parser(" ".join(path), command)
-    argv, settings = _take_settings(command, [_underscored(argument) for argument in argv])
-    arguments = parser.instantiate(parser.parse_args(argv))
-    positional, options = _split(command, arguments.as_dict())
-    command(*positional, **options, **settings)
+    argv, settings = _take_settings(command, [_dashed(argument) for argument in argv])
+    values = vars(_command_parser(" ".join(path), command).parse_args(argv))
+    parameters = inspect.signature(command).parameters.values()
+    positional = [values.pop(parameter.name) for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
+    command(*positional, **values, **settings)
 
 
-def _underscored(argument: str) -> str:
-    """``--dry-run=x-y`` as ``--dry_run=x-y``: either spelling of an option's name will do."""
+def _dashed(argument: str) -> str:
+    """``--dry_run=x_y`` as ``--dry-run=x_y``."""
     name, equals, value = argument.partition("=")
-    return name[:2] + name[2:].replace("-", "_") + equals + value if argument.startswith("--") else argument
+    return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
 
 
 def _take_settings(function: Function, argv: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -82,43 +64,90 @@ def _take_settings(function: Function, argv: list[str]) -> tuple[list[str], dict
     rest, settings, waiting = [], {}, list(argv)
     while waiting:
         argument = waiting.pop(0)
-        key, _, value = argument.removeprefix("--").partition("=")
+        option, equals, value = argument.partition("=")
+        key = option.removeprefix("--").replace("-", "_")
         if not argument.startswith("--") or key in named:
             rest.append(argument)
             continue
-        if "=" not in argument:
+        if not equals:
             if not waiting or waiting[0].startswith("--"):
-                raise ValueError(f"{argument} needs a value, as in '{argument} VALUE'")
+                raise ValueError(f"{option} needs a value, as in '{option} VALUE'")
             value = waiting.pop(0)
         settings[key] = value
     return rest, settings
 
 
-def _full_names(path: list[str], group: Group) -> list[str]:
-    return [" ".join([*path, name]) for name in group.commands]
+class _Parser(ArgumentParser):
+    """argparse's, but a mistake is an exception."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def _group_parser(program: str, group: Group, version: str) -> ArgumentParser:
     """A parser that knows help, version and the names of the commands."""
-    parser = ArgumentParser(prog=program, description=group.about, exit_on_error=False, version=version)
-    commands = parser.add_subcommands(metavar="COMMAND", title="commands", description=None)
+    parser = _Parser(prog=program, description=group.about, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version}", help="show the version and exit")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     for name, command in group.commands.items():
         about = command.about if isinstance(command, Group) else _description(command).splitlines()[0]
-        commands.add_subcommand(name, ArgumentParser(), help=about)
+        commands.add_parser(name, help=about)
     return parser
 
 
 def _command_parser(program: str, function: Function) -> ArgumentParser:
-    parser = _CommandParser(prog=program, description=_description(function), exit_on_error=False, allow_abbrev=False)
-    parameters = inspect.signature(function).parameters.values()
-    parser.optional = {
-        parameter.name: parameter.default
-        for parameter in parameters
-        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is not parameter.empty
-    }
-    parser.repeated = {parameter.name for parameter in parameters if str(parameter.annotation) == "list[str]"}
-    parser.add_function_arguments(function, as_group=False, as_positional=True)
+    parser = _Parser(prog=program, description=_description(function), allow_abbrev=False)
+    help_texts = _argument_help(function)
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            _add_argument(parser, parameter, help_texts.get(parameter.name, ""))
     return parser
+
+
+def _add_argument(parser: ArgumentParser, parameter: inspect.Parameter, text: str) -> None:
+    name, expected = parameter.name, parameter.annotation
+    required = parameter.default is parameter.empty
+    default = None if required else parameter.default
+    if default is not None and default is not False and "default" not in text:
+        text = f"{text} (default: {default})"
+    options: dict[str, Any] = {"help": text.replace("%", "%%")}
+    if expected == list[str]:
+        parser.add_argument(name, nargs="+", **options)
+    elif parameter.kind is parameter.POSITIONAL_ONLY or (required and parameter.kind is not parameter.KEYWORD_ONLY):
+        parser.add_argument(name, nargs=None if required else "?", default=default, **options)
+    elif expected is bool:
+        parser.add_argument(_dashed(f"--{name}"), action="store_true", **options)
+    else:
+        options["metavar"] = "{true,false}" if bool in get_args(expected) else name.upper()
+        parser.add_argument(
+            _dashed(f"--{name}"), type=_converter(expected), default=default, required=required, **options
+        )
+
+
+CONVERTERS: dict[type, tuple[Callable[[str], Any], str]] = {
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+    bool: ({"true": True, "false": False}.__getitem__, "true or false"),
+}
+"""From the text of an option to its value, and what the text must be; anything else is text."""
+
+
+def _converter(expected: Any) -> Callable[[str], Any]:
+    """The converter for a type such as ``int`` or ``int | None``."""
+    for named in (expected, *get_args(expected)):
+        if named in CONVERTERS:
+            convert, words = CONVERTERS[named]
+            break
+    else:
+        return str
+
+    def value(text: str) -> Any:
+        try:
+            return convert(text)
+        except (KeyError, ValueError):
+            raise ArgumentTypeError(f"{text!r} is not {words}") from None
+
+    return value
 
 
 def _description(function: Function) -> str:
@@ -126,13 +155,8 @@ def _description(function: Function) -> str:
     return (inspect.getdoc(function) or "").partition("Args:")[0].strip()
 
 
-def _split(function: Function, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Values of positional-only parameters in order, and the others by name."""
-    parameters = inspect.signature(function).parameters.values()
-    positional = [values.pop(parameter.name) for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
-    return positional, values
-
-
-def parser_message(error: ArgumentError) -> str:
-    """A parser's error as one line."""
-    return " ".join(str(error).split())
+def _argument_help(function: Function) -> dict[str, str]:
+    """The docstring's list of arguments, by name."""
+    listed = (inspect.getdoc(function) or "").partition("Args:\n")[2]
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", listed, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}

@@ -18,15 +18,15 @@ def predict(
     picture: str | None = None,
     json: bool = False,
 ) -> None:
-    """Show what a classifier takes images for: the likeliest classes and their probabilities.
+    """Classify images: print the most likely classes and their probabilities.
 
     Args:
-        checkpoint: a .safetensors file that 'vil train' or 'vil convert' wrote, or one of 'vil export'.
-        images: image files of any kind and size; a folder stands for the images inside.
-        top: how many classes to show.
-        size: side of the square images that the model sees; the one it was trained with by default.
-        picture: a folder to write each image into, with its classes beside it, as NAME.png.
-        json: as JSON.
+        checkpoint: a .safetensors file from 'vil train' or 'vil convert', or a file from 'vil export'.
+        images: image files of any format and size, or folders of them.
+        top: number of classes to print.
+        size: side of the square input image; as in training by default.
+        picture: a folder to write each image to as NAME.png, with its classes beside it.
+        json: print JSON.
     """
     from ..classification.pictures import draw_prediction
     from ..classification.predict import predict as predict_files
@@ -49,7 +49,7 @@ def predict(
 
 
 def picture_paths(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Where the pictures of ``files`` go; each must be free, which is known before the work begins."""
+    """Where the pictures of ``files`` go, after a check that none of them exists and no two are the same."""
     from ..classification.pictures import check_picture
 
     sources: dict[Path, Path] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .output import counting, print_line, print_table
+from .output import print_line, print_table, progress_bar
 
 if TYPE_CHECKING:
     from ..classification.export import Comparison
@@ -23,18 +23,18 @@ def quantise(
     workers: int = 2,
     overwrite: bool = False,
 ) -> None:
-    """Write an exported ONNX file anew with smaller weights, and show on data what that changes.
+    """Write a copy of an exported ONNX file with smaller weights, and measure on data what changes.
 
-    int8 has linear layers multiply 8-bit integers. bf16 stores weights in half the space, and still computes in
-    float32. 'vil predict' and 'vil evaluate' take the new file in place of the old one.
+    int8 makes linear layers multiply 8-bit integers. bf16 stores weights in half the space, and still computes in
+    float32. 'vil predict' and 'vil evaluate' accept the new file in place of the old one.
 
     Args:
-        model: a .onnx file that 'vil export' wrote.
+        model: a .onnx file from 'vil export'.
         output: the file to write, MODEL_int8.onnx or MODEL_bf16.onnx by default.
         to: int8 or bf16.
-        data: images to compare both files of a classifier on, as 'vil evaluate' takes them; none by default.
+        data: images on which to compare both files of a classifier, given as to 'vil evaluate'; none by default.
         split: name of the split.
-        batch_size: images at a time.
+        batch_size: images per batch.
         workers: data-loading processes.
         overwrite: replace an existing file.
     """
@@ -44,14 +44,16 @@ def quantise(
     sizes = f"{_megabytes(Path(model).stat().st_size)} → {_megabytes(path.stat().st_size)} MB"
     print_line(f"wrote {path}: {sizes}, {path.stat().st_size / Path(model).stat().st_size:.0%} of the size")
     if data is not None:
-        from ..classification.export import compare_files
+        from ..classification.export import compare_exports
 
-        with counting("comparing") as progress:
-            found = compare_files(model, path, data, split, batch_size=batch_size, workers=workers, progress=progress)
-        _print_comparison(found, f"{data}, {split}")
+        with progress_bar("comparing") as progress:
+            comparison = compare_exports(
+                model, path, data, split, batch_size=batch_size, workers=workers, progress=progress
+            )
+        _print_comparison(comparison, f"{data}, {split}")
 
 
-def _print_comparison(found: Comparison, data: str) -> None:
+def _print_comparison(comparison: Comparison, data: str) -> None:
     rows = [
         (
             one.path.name,
@@ -60,11 +62,13 @@ def _print_comparison(found: Comparison, data: str) -> None:
             f"{one.result.top1:.2f}",
             f"{one.result.loss:.4f}",
         )
-        for one in (found.before, found.after)
+        for one in (comparison.before, comparison.after)
     ]
     print_table(f"On {data}", ("file", "MB", "ms per image", "top-1 %", "loss"), rows)
-    speed = found.before.seconds / found.after.seconds
-    print_line(f"{found.changed} of {found.after.result.samples} predictions changed; {speed:.2f} times as fast")
+    speed = comparison.before.seconds / comparison.after.seconds
+    print_line(
+        f"{comparison.changed} of {comparison.after.result.samples} predictions changed; {speed:.2f} times as fast"
+    )
 
 
 def _megabytes(count: int) -> str:

@@ -1,4 +1,4 @@
-"""``vil recipes``."""
+"""``vil recipes`` and ``vil detect recipes``."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
 
 
 def recipes(name: str | None = None, /, *, all: bool = False, json: bool = False) -> None:
-    """List the training recipes, or show what one of them sets: YAML to start a recipe of one's own from.
+    """List the training recipes, or print one as YAML to start your own from.
 
     Args:
         name: a recipe from the list, or a .yaml file.
-        all: show the settings that the recipe leaves at their defaults, too.
-        json: print JSON; of a recipe, always all settings.
+        all: also print the settings that the recipe leaves at their defaults.
+        json: print JSON; a single recipe always with all settings.
     """
     _list_or_show("classification", name, all, json)
 
 
 def detect_recipes(name: str | None = None, /, *, all: bool = False, json: bool = False) -> None:
-    """List the recipes of detectors, or show what one of them sets.
+    """List the training recipes of detectors, or print one as YAML to start your own from.
 
     Args:
         name: a recipe from the list, or a .yaml file.
-        all: show the settings that the recipe leaves at their defaults, too.
-        json: print JSON; of a recipe, always all settings.
+        all: also print the settings that the recipe leaves at their defaults.
+        json: print JSON; a single recipe always with all settings.
     """
     _list_or_show("detection", name, all, json)
 

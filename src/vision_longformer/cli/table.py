@@ -1,20 +1,31 @@
-"""``vil table cost``.
-
-``vil table detection``.
-"""
+"""``vil table cost`` and ``vil table detection``: the paper's tables beside our values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .output import billions, millions, parse_size, print_csv, print_json, print_line, print_table, progress, size_text
+from .output import billions, millions, parse_size, print_csv, print_json, print_line, print_table, size_text, track
 
 if TYPE_CHECKING:
     from ..costs import CostRow
+    from ..costs.detection import DetectionEntry, DetectionRow
     from ..costs.paper_tables import Comparison
 
-COLUMNS = ("model", "M params: paper", "ours", "diff.", "", "GFLOPs: paper", "ours", "diff.", "")
+Row = TypeVar("Row", bound="CostRow")
+
+COST_COLUMNS = ("model", "M params: paper", "ours", "diff.", "", "GFLOPs: paper", "ours", "diff.", "")
+
+DETECTION_COLUMNS = (
+    *("model", "M params: paper", "counted", ""),
+    *("GFLOPs: paper", "counted", "diff.", ""),
+    *("ours: M params", "GMACs"),
+)
+DETECTION_CONVENTION = (
+    "counted: as the paper counts, with parameters of the absolute-position model and its classifier, and GFLOPs "
+    "without\nthe mask head and almost without local attention; ours: what our detector has and executes"
+)
 
 
 def table_cost(*, json: bool = False, csv: bool = False) -> None:
@@ -27,58 +38,18 @@ def table_cost(*, json: bool = False, csv: bool = False) -> None:
         json: print JSON.
         csv: print CSV.
     """
-    from ..costs import agreement, compare_entry, paper_entries
+    from ..costs.paper_tables import TABLES, agreement, compare_entry, paper_entries
 
     if json and csv:
         raise ValueError("give --json or --csv, not both")
-    rows = [compare_entry(entry) for entry in progress(list(paper_entries()), "counting")]
+    rows = [compare_entry(entry) for entry in paper_entries()]
     if csv:
         print_csv([row.to_flat_dict() for row in rows])
     elif json:
         print_json({"rows": [row.to_dict() for row in rows], "summary": agreement(rows)})
     else:
-        _print(rows, agreement(rows))
-
-
-def _print(rows: list[CostRow], summary: dict[str, dict[str, int]]) -> None:
-    from ..costs.paper_tables import TABLES
-
-    for table, title in TABLES.items():
-        own = [row for row in rows if row.entry.table == table]
-        print_table(title, COLUMNS, ([row.entry.model, *_cells(row.params), *_cells(row.gflops)] for row in own))
-        for row in own:
-            if row.remark:
-                print_line(f"  ! {row.entry.model}: {row.remark}")
-        print_line("")
-    gflops, params = summary["gflops"], summary["params"]
-    counts = f"{gflops['agree']} of {gflops['of']} GFLOPs and {params['agree']} of {params['of']} parameter counts"
-    print_line(f"equal to the printed digit: {counts}")
-
-
-def _cells(value: Comparison) -> tuple[str, str, str, str]:
-    return value.paper, f"{value.ours:.4f}", f"{value.difference:+.4f}", value.mark
-
-
-if TYPE_CHECKING:
-    from ..costs.detection import DetectionEntry, DetectionRow
-
-DETECTION_COLUMNS = (
-    "model",
-    "M params: paper",
-    "counted",
-    "",
-    "GFLOPs: paper",
-    "counted",
-    "diff.",
-    "",
-    "ours: M params",
-    "GMACs",
-)
-CONVENTION = (
-    "counted: as the paper counts, with parameters of the absolute-position model and its classifier, and GFLOPs "
-    "without\nthe mask head and almost without local attention; ours: what our detector has and executes"
-)
-MEMORY_COLUMNS = ("model", "GB: paper, on a GPU", "here, one image")
+        _print_tables(TABLES, COST_COLUMNS, rows, _cost_cells)
+        _print_agreement(rows)
 
 
 def table_detection(*, json: bool = False, measure: bool = False, size: str = "800x1333") -> None:
@@ -91,72 +62,80 @@ def table_detection(*, json: bool = False, measure: bool = False, size: str = "8
 
     Args:
         json: print JSON.
-        measure: run one training step of each mechanism, in a process of its own, and print its peak of memory. At
-            full size this takes minutes and some gigabytes each.
-        size: image size for 'measure', as HEIGHTxWIDTH.
+        measure: run one training step of each mechanism, in a process of its own, and print its peak memory. At full
+            size each takes minutes and several gigabytes.
+        size: image size for --measure, as HEIGHTxWIDTH.
     """
     image = parse_size(size)
-    from ..bench.memory import DetectorMemoryMeter
-    from ..costs import agreement
-    from ..costs.detection import compare_detector, detection_entries
+    from ..costs.detection import TABLES, compare_detector, detection_entries
+    from ..costs.paper_tables import agreement
 
     entries = list(detection_entries())
-    memory: dict[str, int | str] = {}
-    if measure:
-        meter = DetectorMemoryMeter()
-        for entry in progress([entry for entry in entries if entry.memory], "measuring"):
-            memory[entry.model] = meter.measure(entry.detector, entry.backbone, image)
-    rows = [compare_detector(entry) for entry in progress(entries, "counting")]
+    memory = _measure([entry for entry in entries if entry.memory], image) if measure else {}
+    rows = [compare_detector(entry) for entry in track(entries, "counting")]
     if json:
         data: dict[str, Any] = {"rows": [row.to_dict() for row in rows], "summary": agreement(rows)}
         print_json({**data, **({"training_memory": {"size": image, "bytes": memory}} if measure else {})})
         return
-    _print_detection(rows)
+    _print_tables(TABLES, DETECTION_COLUMNS, rows, _detection_cells)
+    print_line(DETECTION_CONVENTION)
+    _print_agreement(rows)
     if measure:
-        _print_memory(entries, memory, image)
+        _print_memory([entry for entry in entries if entry.memory], memory, image)
 
 
-def _print_detection(rows: list[DetectionRow]) -> None:
-    from ..costs import agreement
-    from ..costs.detection import TABLES
-
-    for table, title in TABLES.items():
-        own = [row for row in rows if row.entry.table == table]
-        print_table(title, DETECTION_COLUMNS, (_detection_cells(row) for row in own))
+def _print_tables(
+    tables: Mapping[str, str], columns: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], Sequence[str]]
+) -> None:
+    """Each table under its title, and below it why values differ."""
+    for name, title in tables.items():
+        own = [row for row in rows if row.entry.table == name]
+        print_table(title, columns, ([row.entry.model, *cells(row)] for row in own))
         for row in own:
             if row.remark:
                 print_line(f"  ! {row.entry.model}: {row.remark}")
         print_line("")
-    print_line(CONVENTION)
+
+
+def _print_agreement(rows: Sequence[CostRow]) -> None:
+    from ..costs.paper_tables import agreement
+
     summary = agreement(rows)
-    counts = " and ".join(f"{summary[key]['agree']} of {summary[key]['of']} {what}" for key, what in _SUMMARY.items())
+    gflops, params = summary["gflops"], summary["params"]
+    counts = f"{gflops['agree']} of {gflops['of']} GFLOPs and {params['agree']} of {params['of']} parameter counts"
     print_line(f"equal to the printed digit: {counts}")
 
 
-_SUMMARY = {"gflops": "GFLOPs", "params": "parameter counts"}
+def _cost_cells(row: CostRow) -> list[str]:
+    def cells(value: Comparison) -> list[str]:
+        return [value.paper, f"{value.ours:.4f}", f"{value.difference:+.4f}", value.mark]
+
+    return cells(row.params) + cells(row.gflops)
 
 
 def _detection_cells(row: DetectionRow) -> list[str]:
     params, gflops = row.params, row.gflops
     percent = f"{100 * gflops.difference / Decimal(gflops.paper):+.2f}%"
-    counted = [
-        params.paper,
-        f"{params.ours:.3f}",
-        params.mark,
-        gflops.paper,
-        f"{gflops.ours:.2f}",
-        percent,
-        gflops.mark,
+    return [
+        *(params.paper, f"{params.ours:.3f}", params.mark),
+        *(gflops.paper, f"{gflops.ours:.2f}", percent, gflops.mark),
+        *(millions(row.own_params), billions(row.executed.total)),
     ]
-    return [row.entry.model, *counted, millions(row.own_params), billions(row.executed.total)]
 
 
-def _print_memory(entries: list[DetectionEntry], memory: dict[str, int | str], image: tuple[int, int]) -> None:
-    """What the paper had on its GPUs is for another batch and other kernels; only the order can be compared."""
+def _measure(entries: Sequence[DetectionEntry], image: tuple[int, int]) -> dict[str, int | str]:
+    """Peak bytes of a training step by model, or why there are none."""
+    from ..bench.memory import DetectorMemoryMeter
+
+    meter = DetectorMemoryMeter()
+    return {entry.model: meter.measure(entry.detector, entry.backbone, image) for entry in track(entries, "measuring")}
+
+
+def _print_memory(entries: Sequence[DetectionEntry], memory: Mapping[str, int | str], image: tuple[int, int]) -> None:
+    """The paper's numbers are for another batch and other kernels, so that only their order can be compared."""
     rows = []
     for entry in entries:
-        if entry.memory:
-            found = memory[entry.model]
-            rows.append([entry.model, entry.memory, found if isinstance(found, str) else f"{found / 1e9:.2f}"])
+        peak = memory[entry.model]
+        rows.append([entry.model, entry.memory, peak if isinstance(peak, str) else f"{peak / 1e9:.2f}"])
     title = f"Memory of a training step at {size_text(image)}: activations and gradients, on the CPU"
-    print_table(title, MEMORY_COLUMNS, rows)
+    print_table(title, ("model", "GB: paper, on a GPU", "here, one image"), rows)

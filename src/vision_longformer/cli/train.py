@@ -22,16 +22,16 @@ def train(
 ) -> None:
     """Train a classifier.
 
-    Without arguments, a small Vision Longformer learns the built-in Fashion-MNIST images in a few minutes. Any setting
-    of a recipe is changed by --key value, as in 'vil train cifar10 --epochs 5 --lr 1e-3'; 'vil recipes' lists the
-    recipes, 'vil recipes NAME --all' all settings. Over several processes: 'torchrun --nproc_per_node 4 -m
-    vision_longformer train …'. Ctrl-C saves and ends.
+    Without arguments, a small Vision Longformer learns the built-in Fashion-MNIST images in a few minutes. Change any
+    setting of a recipe by --key value, as in 'vil train cifar10 --epochs 5 --lr 1e-3'; 'vil recipes' lists the recipes,
+    'vil recipes NAME --all' all settings. With several processes: 'torchrun --nproc_per_node 4 -m vision_longformer
+    train …'. Ctrl-C saves a checkpoint and stops.
 
     Args:
         recipe: a name from 'vil recipes' or a .yaml file of your own; quickstart by default.
-        resume: a run directory to go on with; it takes no other arguments.
+        resume: resume the run in this directory; no other arguments are allowed then.
         output: the run directory, runs/RECIPE-1 or the next free number by default.
-        dry_run: print the resolved settings, the schedule, and what it would take on this machine; train nothing.
+        dry_run: print all settings, the schedule, and the estimated time and memory on this machine, without training.
     """
     from ..training.recipe import parse_values
 

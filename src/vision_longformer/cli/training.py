@@ -8,9 +8,6 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from ..training.callbacks import Callback
 from .output import log_lines
 
@@ -55,9 +52,12 @@ QUIET_SECONDS = 30
 
 
 class TrainingProgress(Callback):
-    """Writes to stderr. ``name`` is the result that is shown, such as "top1", a percentage."""
+    """Writes progress to stderr. ``name`` is the result to print, such as "top1", a percentage."""
 
     def __init__(self, name: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         self._name = name
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._bar = Progress(
@@ -74,7 +74,7 @@ class TrainingProgress(Callback):
 
     def on_start(self, step: int, total: int, steps_per_epoch: int) -> None:
         self._total, self._per_epoch, self._started, self._first = total, steps_per_epoch, time.monotonic(), step
-        self._values, self._told = "", time.monotonic()
+        self._values, self._printed_at = "", time.monotonic()
         self._bar.start()
         self._training = self._bar.add_task("training", total=total, completed=step, values="")
         self._evaluating = self._bar.add_task("evaluating", total=None, visible=False, values="")
@@ -88,7 +88,7 @@ class TrainingProgress(Callback):
         accuracy = f"  accuracy {values['accuracy']:.1f}%" if "accuracy" in values else ""
         self._values = f"loss {values['loss']:.3f}{accuracy}  {values['images_per_second']:.0f} images/s"
         self._bar.update(self._training, values=self._values)
-        if not self._console.is_terminal and time.monotonic() - self._told > QUIET_SECONDS:
+        if not self._console.is_terminal and time.monotonic() - self._printed_at > QUIET_SECONDS:
             self._line(f"step {values['step']} of {self._total}  {self._values}  {self._left(values['step'])}")
 
     def on_eval_progress(self, done: int, total: int) -> None:
@@ -104,7 +104,7 @@ class TrainingProgress(Callback):
 
     def _line(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
-        self._told = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def _left(self, step: int) -> str:
         seconds = (time.monotonic() - self._started) / max(1, step - self._first) * (self._total - step)

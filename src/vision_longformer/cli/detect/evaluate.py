@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...files import written_whole
-from ..output import counting, print_json, print_line, print_table
+from ..output import print_json, print_line, print_table, progress_bar
 
 if TYPE_CHECKING:
     from ...detection.evaluate import DetectionResult
@@ -27,17 +27,17 @@ def detect_evaluate(
 ) -> None:
     """Show how good a detector is on a data set: COCO's average precision and recall, of boxes and of masks.
 
-    Under torchrun, processes share the images, and each is counted once.
+    Under torchrun, the processes share the images; each image is counted once.
 
     Args:
         checkpoint: a .safetensors file of a detector.
-        data: a folder in COCO's form, or the built-in garments (a synthetic composition of real images).
+        data: a folder in COCO's format, or the built-in garments (a synthetic composition of real images).
         split: name of the split.
         workers: data-loading processes.
-        skip_bad: leave out images and annotations that make no sense, instead of stopping.
-        per_category: the average precision of each category as well.
-        results: a .json file to write everything that was found into, in COCO's format for results.
-        json: as JSON.
+        skip_bad: skip images and annotations that make no sense, instead of stopping.
+        per_category: also print the average precision of each category.
+        results: a .json file to write all detections to, in COCO's results format.
+        json: print JSON.
     """
     from accelerate import PartialState
 
@@ -45,7 +45,7 @@ def detect_evaluate(
 
     if results is not None and Path(results).exists():
         raise FileExistsError(f"{results} exists; give another name or remove it first")
-    with counting("evaluating") as progress:
+    with progress_bar("evaluating") as progress:
         result = evaluate(checkpoint, data, split, workers=workers, skip_bad=skip_bad, progress=progress)
     if not PartialState().is_main_process:
         return
@@ -67,7 +67,7 @@ def _print_result(result: DetectionResult, per_category: bool) -> None:
         rows.append(("masks", *map(_number, result.masks.overall.values())))
     print_table("", (f"{result.images} images, %", *result.boxes.overall), rows)
     if result.skipped:
-        print_line(f"{result.skipped} images could not be read and were left out")
+        print_line(f"{result.skipped} images could not be read and were skipped")
     if per_category:
         table = [(name, *(_number(ap) for ap in aps if ap is not None)) for name, aps in result.per_category.items()]
         print_table("", ("category", "box AP", *(["mask AP"] if result.masks else [])), table)

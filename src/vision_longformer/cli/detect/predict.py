@@ -22,17 +22,17 @@ def detect_predict(
     tile: int | None = None,
     json: bool = False,
 ) -> None:
-    """Show what a detector finds in images: categories, scores and boxes, and pictures of them.
+    """Detect objects in images: print categories, scores and boxes, and draw pictures of them.
 
-    In tiles, objects that a tile cuts are put together from the pieces that neighbouring tiles found.
+    With --tile, objects that the border of a tile cuts are merged from the pieces in neighbouring tiles.
 
     Args:
         checkpoint: a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
-        images: image files of any kind and size; a folder stands for the images inside.
-        threshold: lowest score of what is shown.
-        output: a folder to write each image into, with boxes, masks, names and scores, as NAME.png.
-        tile: look at large images in overlapping squares of so many pixels; whole by default.
-        json: as JSON, in COCO's format for results with the file beside; boxes are [left, top, width, height].
+        images: image files of any format and size, or folders of them.
+        threshold: lowest score of an object.
+        output: a folder to write each image to as NAME.png, with boxes, masks, names and scores.
+        tile: side in pixels of the overlapping tiles in which to look at large images; whole images by default.
+        json: print JSON in COCO's results format, with the file added; boxes are [left, top, width, height].
     """
     import torch
 

@@ -12,12 +12,12 @@ def detect_train(
     """Train a detector.
 
     Without arguments, a small Mask R-CNN learns to find garments in photos: the built-in data, real garments pasted
-    onto real photos. Any setting of a recipe is changed by --key value; 'vil detect recipes' lists the recipes. Ctrl-C
-    saves and ends.
+    onto real photos. Change any setting of a recipe by --key value; 'vil detect recipes' lists the recipes. Ctrl-C
+    saves a checkpoint and stops.
 
     Args:
         recipe: a name from 'vil detect recipes' or a .yaml file of your own; quickstart by default.
-        resume: a run directory to go on with; it takes no other arguments.
+        resume: resume the run in this directory; no other arguments are allowed then.
         output: the run directory, runs/RECIPE-1 or the next free number by default.
     """
     from ...detection.task import DetectionTask
