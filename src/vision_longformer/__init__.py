@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from .lazy import after_import, lazy_exports
 
 if TYPE_CHECKING:
-    from .checkpoint import adapt_model, load, load_release, save
+    from .checkpoint import load, load_release, save
     from .geometry import Grid
+    from .models.adapt import adapt_model
     from .models.config import ModelConfig, StageConfig
     from .models.timm_registry import create_model
     from .models.vision_longformer import VisionLongformer
@@ -37,8 +38,9 @@ __all__ = [
 lazy_exports(
     __name__,
     {
-        ".checkpoint": ["adapt_model", "load", "load_release", "save"],
+        ".checkpoint": ["load", "load_release", "save"],
         ".geometry": ["Grid"],
+        ".models.adapt": ["adapt_model"],
         ".models.config": ["ModelConfig", "StageConfig"],
         ".models.timm_registry": ["create_model"],
         ".models.vision_longformer": ["VisionLongformer"],

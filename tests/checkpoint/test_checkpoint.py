@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from pathlib import Path
@@ -12,12 +13,14 @@ from builders import SMALL_MODELS, assert_close, build, image, small_config
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from vision_longformer import ModelConfig, VisionLongformer, adapt_model, load, save
-from vision_longformer.checkpoint import AdaptReport
-from vision_longformer.checkpoint import native as container
+from vision_longformer import ModelConfig, VisionLongformer, adapt_model, load, load_release, save
+from vision_longformer.checkpoint import native
+from vision_longformer.classification.recipe import ClassificationRecipe
+from vision_longformer.detection.checkpoint import load_backbone
+from vision_longformer.detection.recipe import DetectionRecipe
 from vision_longformer.errors import CheckpointError
 from vision_longformer.models import config as cfg
-from vision_longformer.models.adapt import adapt_state
+from vision_longformer.models.adapt import AdaptReport, adapt_state
 from vision_longformer.models.position import resize_axis, resize_bias_table, resize_map
 
 # Files
@@ -28,19 +31,19 @@ def test_save_and_load(name: str, tmp_path: Path) -> None:
     """The file alone gives back the model: configuration, weights, output."""
     model = build(name).eval()
     path = save(model, tmp_path / "new" / "model.safetensors")
-    loaded = load(path)
-    assert loaded.config == model.config
-    assert not loaded.training
-    assert torch.equal(loaded(image(97, 143)), model(image(97, 143)))
+    again = load(path)
+    assert again.config == model.config
+    assert not again.training
+    assert torch.equal(again(image(97, 143)), model(image(97, 143)))
     assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_dtype_is_kept(dtype: torch.dtype, tmp_path: Path) -> None:
     model = build("vil", dtype).eval()
-    loaded = load(save(model, tmp_path / "model.safetensors"))
-    assert {p.dtype for p in loaded.parameters()} == {dtype}
-    assert torch.equal(loaded(image(dtype=dtype)), model(image(dtype=dtype)))
+    again = load(save(model, tmp_path / "model.safetensors"))
+    assert {p.dtype for p in again.parameters()} == {dtype}
+    assert torch.equal(again(image(dtype=dtype)), model(image(dtype=dtype)))
 
 
 def test_changed_settings_are_saved(tmp_path: Path) -> None:
@@ -48,10 +51,11 @@ def test_changed_settings_are_saved(tmp_path: Path) -> None:
     model.set_input_size((96, 160))
     model.reset_classifier(9)
     model.set_neighbours("random", "self")
-    loaded = load(save(model, tmp_path / "model.safetensors"))
-    assert loaded.config == model.config
-    assert (loaded.config.img_size, loaded.num_classes) == ((96, 160), 9)
-    assert torch.equal(loaded(image()), model(image()))
+    again = load(save(model, tmp_path / "model.safetensors"))
+    assert again.config == model.config
+    assert (again.config.img_size, again.num_classes) == ((96, 160), 9)
+    assert (again.config.neighbours, again.config.eval_neighbours) == ("random", "self")
+    assert torch.equal(again(image()), model(image()))
 
 
 def test_an_existing_file_is_kept_unless_asked(tmp_path: Path) -> None:
@@ -81,7 +85,7 @@ def test_a_failing_write_leaves_the_old_file(moment: str, tmp_path: Path, monkey
             Path(str(arguments[1])).write_bytes(b"half a fi")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(*((container, "save_file") if moment == "write" else (os, "replace")), full_disk)
+    monkeypatch.setattr(*((native, "save_file") if moment == "write" else (os, "replace")), full_disk)
     with pytest.raises(OSError, match="no space left"):
         save(build("two_stages"), path, overwrite=True)
     assert path.read_bytes() == before
@@ -182,6 +186,18 @@ def test_full_attention_becomes_longformer(position: str) -> None:
     expected = {"stages.2.blocks.0.attn.bias.table": ((2, 7, 7), (2, 15, 15))} if position == "relative" else {}
     assert report_of(source, config).resized == expected
     assert not target.training
+
+
+def test_one_default_resize_for_each_purpose() -> None:
+    """Bilinear where weights are used as in the paper: released ones at another size, and backbones of detectors."""
+    callables = (load_release, load_backbone, adapt_model, adapt_state, resize_bias_table)
+    defaults = [
+        next(p.default for name, p in inspect.signature(one).parameters.items() if name in ("table_resize", "method"))
+        for one in callables
+    ]
+    assert defaults == ["bilinear", "bilinear", "offset", "offset", "offset"]
+    assert DetectionRecipe().table_resize == "bilinear"
+    assert ClassificationRecipe().table_resize == "offset"
 
 
 def test_the_released_resize_does_not_agree_there() -> None:

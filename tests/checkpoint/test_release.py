@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vision_longformer import adapt_model, load_release, model_config
+from vision_longformer import VisionLongformer, adapt_model, load_release, model_config
 from vision_longformer.checkpoint.release import release_config
 from vision_longformer.checkpoint.release_names import model_names, stages_of, to_arch_string
 from vision_longformer.errors import CheckpointError
@@ -49,10 +49,10 @@ def _check_loads(name: str) -> None:
         {"net": state, "arch": "msvit"}, arch=entry["arch"], img_size=entry["img_size"], **entry["args"]
     )
     assert sum(p.numel() for p in model.parameters()) == entry["n_params"]
-    kept = {k: v for k, v in state.items() if k not in entry["shared"] and v.is_floating_point()}
+    theirs = {k: v for k, v in state.items() if k not in entry["shared"] and v.is_floating_point()}
     ours = model.state_dict()
-    assert sum(v.numel() for v in ours.values()) == sum(v.numel() for v in kept.values())
-    total = sum(v.double().square().sum() for v in kept.values())
+    assert sum(v.numel() for v in ours.values()) == sum(v.numel() for v in theirs.values())
+    total = sum(v.double().square().sum() for v in theirs.values())
     torch.testing.assert_close(sum(v.double().square().sum() for v in ours.values()), total)
 
 
@@ -83,8 +83,6 @@ def test_released_small_becomes_a_named_model_exactly(caplog: pytest.LogCaptureF
 
 def _small_state(**changes: Any) -> dict[str, Tensor]:
     """A release state of SMALL at 32×32, made from the names and an own model's shapes."""
-    from vision_longformer.models import VisionLongformer
-
     config = release_config(SMALL, img_size=32, num_classes=3, **changes)
     names, ours = model_names(config), VisionLongformer(config).state_dict()
     state: dict[str, Tensor] = {}
@@ -127,7 +125,7 @@ def test_missing_and_unexpected_are_named() -> None:
         _load(state)
 
 
-def test_separate_weights_are_not_taken_for_shared_ones() -> None:
+def test_separate_weights_are_not_mistaken_for_shared_ones() -> None:
     state = _small_state()
     state["layer1.1.attn.query_global.weight"] = state["layer1.1.attn.query_global.weight"] + 1
     with pytest.raises(CheckpointError, match=r"1 not shared in the file:\n  layer1\.1\.attn\.query_global\.weight"):

@@ -14,7 +14,7 @@ WEIGHTS = "model.safetensors"
 HUB = "hf-hub:"
 """What a location on the hub begins with, as in ``hf-hub:owner/name`` or ``hf-hub:owner/name@revision``."""
 
-PATIENCE = 5.0
+TIMEOUT = 5.0
 """Seconds to wait for the hub's first answer."""
 
 
@@ -42,8 +42,8 @@ def _from_hub(name: str) -> Path:
     """
     repo, _, revision = name.partition("@")
     try:
-        found = HfApi().model_info(repo, revision=revision or None, timeout=PATIENCE)
-        return Path(hf_hub_download(repo, WEIGHTS, revision=found.sha))
+        info = HfApi().model_info(repo, revision=revision or None, timeout=TIMEOUT)
+        return Path(hf_hub_download(repo, WEIGHTS, revision=info.sha))
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise FileNotFoundError(f"the hub has no model {name}, or not for you; 'hf auth login' lets you in") from error
     except EntryNotFoundError as error:

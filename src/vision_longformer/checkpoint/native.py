@@ -1,6 +1,6 @@
-"""The container of our files: safetensors with a format, a configuration and information as JSON in the header.
+"""Our own files: safetensors with a model's configuration, and information about its weights, as JSON in the header.
 
-Classifiers in files: weights and configuration in one.
+:func:`save` and :func:`load` are for classifiers; :func:`write` and :func:`read` for models with a format of their own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..files import written_whole
-from ..models import VisionLongformer
 from ..models.config import ModelConfig
+from ..models.vision_longformer import VisionLongformer
 from .location import weights_file
 
 CLASSIFIER, DETECTOR = "vision_longformer/1", "vision_longformer_detector/1"
@@ -30,81 +30,7 @@ READERS = {
 """What a file of each format is."""
 
 
-def write(
-    path: str | Path,
-    tensors: Mapping[str, Tensor],
-    *,
-    format: str,
-    config: Mapping[str, Any],
-    info: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """Write a file (``.safetensors``) that appears whole or not at all."""
-    path = Path(path)
-    if path.suffix != ".safetensors":
-        raise ValueError(f"{path.name} should end in .safetensors")
-    metadata = {"format": format, "config": json.dumps(config), "info": json.dumps(info or {})}
-    copies = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
-    with written_whole(path, overwrite=overwrite) as temporary:
-        save_file(copies, temporary, metadata)
-    return path
-
-
-class Description(NamedTuple):
-    """What a file says of itself: its format, the configuration of its model, information about its weights."""
-
-    format: str
-    config: dict[str, Any]
-    info: dict[str, Any]
-
-
-def describe(path: str | Path) -> Description:
-    """What a file of any format of ours says of itself."""
-    with _opened(path, *READERS) as file:
-        return Description(file.metadata()["format"], _config(path, file), _info(path, file))
-
-
-def read(path: str | Path, format: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Configuration and tensors of a file of this format."""
-    with _opened(path, format) as file:
-        return _config(path, file), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def read_info(path: str | Path, format: str) -> dict[str, Any]:
-    """What :func:`write` was given as ``info``."""
-    with _opened(path, format) as file:
-        return _info(path, file)
-
-
-@contextmanager
-def _opened(location: str | Path, *formats: str) -> Iterator[Any]:
-    """A file of one of these formats, open; others are refused by what they are."""
-    path = weights_file(location)
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = (file.metadata() or {}).get("format", "")
-            if found not in formats:
-                what = READERS.get(found, "a safetensors file, but not one of ours")
-                wanted = " or ".join(READERS[format].partition(",")[0] for format in formats)
-                raise CheckpointError(f"{path} is {what}; {wanted} was asked for, and nothing was loaded")
-            yield file
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file ({error}); nothing was loaded") from error
-
-
-def _config(path: str | Path, file: Any) -> dict[str, Any]:
-    return _json(path, file.metadata(), "config", "configuration")
-
-
-def _info(path: str | Path, file: Any) -> dict[str, Any]:
-    return _json(path, {"info": "{}", **file.metadata()}, "info", "information about its weights")
-
-
-def _json(path: str | Path, metadata: Mapping[str, str], key: str, what: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(metadata[key]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} holds no readable {what} ({error}); nothing was loaded") from error
+# Classifiers
 
 
 def save(
@@ -141,3 +67,83 @@ def load(path: str | Path) -> VisionLongformer:
 def load_info(path: str | Path) -> dict[str, Any]:
     """What :func:`save` was given as ``info``."""
     return read_info(path, CLASSIFIER)
+
+
+# Files of any format
+
+
+def write(
+    path: str | Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    format: str,
+    config: Mapping[str, Any],
+    info: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a file (``.safetensors``) that appears whole or not at all."""
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ValueError(f"{path.name} should end in .safetensors")
+    metadata = {"format": format, "config": json.dumps(config), "info": json.dumps(info or {})}
+    copies = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
+    with written_whole(path, overwrite=overwrite) as temporary:
+        save_file(copies, temporary, metadata)
+    return path
+
+
+def read(path: str | Path, format: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Configuration and tensors of a file of this format."""
+    with _opened(path, format) as file:
+        return _config(path, file), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def read_info(path: str | Path, format: str) -> dict[str, Any]:
+    """What :func:`write` was given as ``info``."""
+    with _opened(path, format) as file:
+        return _info(path, file)
+
+
+class Description(NamedTuple):
+    """What a file says of itself: its format, the configuration of its model, information about its weights."""
+
+    format: str
+    config: dict[str, Any]
+    info: dict[str, Any]
+
+
+def describe(path: str | Path) -> Description:
+    """What a file of any format of ours says of itself."""
+    with _opened(path, *READERS) as file:
+        return Description(file.metadata()["format"], _config(path, file), _info(path, file))
+
+
+@contextmanager
+def _opened(location: str | Path, *formats: str) -> Iterator[Any]:
+    """A file of one of these formats, open; others are refused by what they are."""
+    path = weights_file(location)
+    try:
+        with safe_open(path, framework="pt") as file:
+            format = (file.metadata() or {}).get("format", "")
+            if format not in formats:
+                what = READERS.get(format, "a safetensors file, but not one of ours")
+                wanted = " or ".join(READERS[wanted].partition(",")[0] for wanted in formats)
+                raise CheckpointError(f"{path} is {what}; {wanted} was asked for, and nothing was loaded")
+            yield file
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file ({error}); nothing was loaded") from error
+
+
+def _config(path: str | Path, file: Any) -> dict[str, Any]:
+    return _json(path, file.metadata(), "config", "configuration")
+
+
+def _info(path: str | Path, file: Any) -> dict[str, Any]:
+    return _json(path, {"info": "{}", **file.metadata()}, "info", "information about its weights")
+
+
+def _json(path: str | Path, metadata: Mapping[str, str], key: str, what: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(metadata[key]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} holds no readable {what} ({error}); nothing was loaded") from error

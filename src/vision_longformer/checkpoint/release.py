@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..models import VisionLongformer
 from ..models.adapt import adapt_state
 from ..models.config import PAPER_TABLE_RESIZE, ModelConfig, size_pair
+from ..models.vision_longformer import VisionLongformer
 from .release_names import ReleaseNames, model_names, stages_of
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ def load_release(
     """The model of a released checkpoint, in evaluation mode, with the numbers of the authors' code.
 
     ``arch`` and the other options are those the checkpoint was trained with, named as in the release; see
-    :func:`release_config`. ``num_classes`` is the file's if None. Position tables of another size are resized, which is
-    logged; any other difference between file and model is an error that lists it. Nothing is skipped.
+    :func:`release_config`. ``num_classes`` is the file's if None. Position tables of another size are resized, by
+    default as the release does it, and logged; any other difference between file and model is an error that lists it.
 
     To run at high resolution, convert the full-attention stages with :func:`~vision_longformer.adapt_model`.
     """

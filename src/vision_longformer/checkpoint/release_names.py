@@ -1,10 +1,8 @@
-"""The arch strings of the authors' release, in and out: ``l1,h3,d96,n1,s1,g1,p4,f7,a1_l2,…``.
+"""What the authors' release calls things: its arch strings, and the names and layouts of its tensors.
 
-Per stage: ``l`` its number, ``h`` heads, ``d`` width, ``n`` blocks, ``s`` 0 for full attention, ``g`` global tokens,
-``p`` patch, ``a`` 1 for absolute position and 0 for relative bias, and ``f``: chunk side, number of features or
-reduction ratio, according to the mechanism.
-
-Which tensors of the authors' release make up each of ours: the one place for their names and layouts.
+An arch string is ``l1,h3,d96,n1,s1,g1,p4,f7,a1_l2,…``. Per stage: ``l`` its number, ``h`` heads, ``d`` width, ``n``
+blocks, ``s`` 0 for full attention, ``g`` global tokens, ``p`` patch, ``a`` 1 for absolute position and 0 for relative
+bias, and ``f``: chunk side, number of features or reduction ratio, according to the mechanism.
 """
 
 from __future__ import annotations
@@ -21,13 +19,15 @@ from ..geometry import Grid
 from ..models import config as cfg
 from ..models.config import AttentionConfig, ModelConfig, StageConfig
 
+# Arch strings
+
 DEFAULTS = {"l": 1, "h": 3, "d": 192, "n": 1, "s": 1, "g": 1, "p": 2, "f": 7, "a": 1}
 ATTENTION_TYPES = ("full", "longformerhand", "longformerauto", "linformer", "srformer", "performer")
 RULES = {0: "chunk", 1: "exact", -1: "cyclic_release"}
 
 
 def parse_fields(arch: str) -> list[dict[str, int]]:
-    """The letters of each stage with their numbers, checked."""
+    """The letters of each stage with their numbers, validated."""
     stages = []
     for number, text in enumerate(arch.split("_"), 1):
         fields = dict(DEFAULTS, l=number)
@@ -106,13 +106,16 @@ def _size(attention: AttentionConfig) -> int:
     return DEFAULTS["f"]
 
 
+# Names and layouts
+
+
 def _as_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
 @dataclass(frozen=True)
 class Source:
-    """One of our tensors: release tensors stacked along their rows, then brought into our layout."""
+    """One of our tensors: release tensors stacked along their rows, then put into our layout."""
 
     parts: tuple[str, ...]
     layout: Callable[[Tensor], Tensor] = _as_is
@@ -130,12 +133,14 @@ class ReleaseNames:
     derived: set[str] = field(default_factory=set)
 
     def linear(self, ours: str, *theirs: str, bias: bool = True) -> None:
-        for kind in ("weight", "bias") if bias else ("weight",):
-            self.sources[f"{ours}.{kind}"] = Source(tuple(f"{name}.{kind}" for name in theirs))
+        """Weight and bias of a layer of ours, stacked from layers of theirs."""
+        for part in ("weight", "bias") if bias else ("weight",):
+            self.sources[f"{ours}.{part}"] = Source(tuple(f"{name}.{part}" for name in theirs))
 
     def shared(self, alias: str, canonical: str, *, bias: bool = True) -> None:
-        for kind in ("weight", "bias") if bias else ("weight",):
-            self.aliases[f"{alias}.{kind}"] = f"{canonical}.{kind}"
+        """A layer of theirs that repeats another."""
+        for part in ("weight", "bias") if bias else ("weight",):
+            self.aliases[f"{alias}.{part}"] = f"{canonical}.{part}"
 
     def add(self, other: ReleaseNames, ours: str, theirs: str) -> None:
         """All names of ``other`` behind prefixes."""
