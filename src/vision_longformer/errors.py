@@ -35,3 +35,8 @@ def check_fraction(what: str, value: float) -> None:
     """Raise unless ``value`` is between 0 and 1."""
     if not 0 <= value <= 1:
         raise ValueError(f"{what} is {value}; it must be between 0 and 1")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class name if it has none."""
+    return (str(error) or type(error).__name__).strip().splitlines()[0]

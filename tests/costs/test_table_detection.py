@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-from dataclasses import replace
 from decimal import Decimal
-from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
 from builders import SMALL_MODELS
 from torch.utils.flop_counter import FlopCounterMode
 
-from vision_longformer.bench import detection_memory
-from vision_longformer.bench.detection_memory import MemoryMeter
+from vision_longformer.bench.memory import DetectorMemoryMeter
 from vision_longformer.cli.table import table_detection
 from vision_longformer.costs import agreement
 from vision_longformer.costs import detection as paper_detection
@@ -108,33 +102,6 @@ def test_the_paper_states_no_linformer_detector() -> None:
         paper_detector_macs("retinanet", config, (64, 64))
 
 
-def test_memory_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More memory for a larger image, and a sentence where nothing can be measured."""
-    monkeypatch.setitem(zoo.MODELS, "vil", replace(SMALL_MODELS["vil"]))
-    meter = MemoryMeter()
-    small, large = (meter.measure("mask_rcnn", "vil", (side, side)) for side in (64, 256))
-    assert isinstance(small, int)
-    assert isinstance(large, int)
-    assert large > small > 10**6
-    assert "unknown backbone" in str(meter.measure("mask_rcnn", "nothing_of_that_name", (64, 64)))
-
-
-def test_a_step_that_does_not_fit_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux ends a process that takes too much memory by SIGKILL, and this one before others."""
-
-    def out_of_memory(config: DetectorConfig) -> NoReturn:
-        if config.kind == "retinanet":
-            raise ValueError(f"score {Path('/proc/self/oom_score_adj').read_text()}")
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-    monkeypatch.setattr(detection_memory, "build_detector", out_of_memory)
-    meter = MemoryMeter()
-    backbone = "vision_longformer_tiny"
-    assert meter.measure("mask_rcnn", backbone, (64, 64)) == "the process ended with -9, perhaps out of memory"
-    assert meter.measure("retinanet", backbone, (64, 64)) == "failed: score 1000"
-
-
 @pytest.fixture
 def two_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [entry for entry in detection_entries() if entry.model == "SRA/64" or entry.backbone.endswith("r_tiny")]
@@ -156,7 +123,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("two_entries")
 def test_command_for_programs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured memory is there on request, for the table of mechanisms."""
-    monkeypatch.setattr(MemoryMeter, "measure", lambda self, kind, backbone, size: 1000 * size[0])
+    monkeypatch.setattr(DetectorMemoryMeter, "measure", lambda self, detector, backbone, size: 1000 * size[0])
     table_detection(json=True, measure=True, size="64x96")
     data = json.loads(capsys.readouterr().out)
     assert data["summary"]["params"] == {"agree": 2, "of": 2}

@@ -1,5 +1,5 @@
 """Benchmarks: how fast and how lean the implementations and models are on this machine, and how sure we can be.
 
-``plans.py`` says what is measured, ``run.py`` measures it with the help of worker processes, ``result.py`` keeps,
-saves and compares what came out, ``plots.py`` draws it. Nothing here is imported by the rest of the package.
+A run flows through ``plans.py`` (which cases), ``run.py`` (shares out the time), ``worker.py`` (processes that time
+them, by ``timing.py`` and ``memory.py``), ``results.py`` (JSON, comparison) and ``plots.py``.
 """

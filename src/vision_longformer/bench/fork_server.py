@@ -1,6 +1,6 @@
 """Fresh processes without the seconds that imports take.
 
-A process that has computed holds threads, caches and freed memory. So a nursery is forked off before anything is
+A process that has computed holds threads, caches and freed memory. So a server is forked off before anything is
 computed; it never computes itself, and forks a child for each request.
 """
 
@@ -14,13 +14,20 @@ import socket
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from .timing import first_line
+from ..errors import first_line
 
 Function = Callable[[dict[str, Any]], Any]
 
 
-class Nursery:
-    """Runs ``function`` on requests, each in a process of its own; make it before the process computes anything."""
+class ChildFailed(Exception):
+    """A child has no result; the message is the reason as a sentence."""
+
+
+class ForkServer:
+    """Calls ``function`` on requests, each in a process of its own; make it before the process computes anything.
+
+    Requests and results are JSON data.
+    """
 
     def __init__(self, function: Function) -> None:
         ours, theirs = socket.socketpair()
@@ -33,40 +40,44 @@ class Nursery:
         theirs.close()
         self._stream = ours.makefile("rw", buffering=1)
 
-    def ask(self, request: dict[str, Any], seconds: float) -> Any:
-        """What the function returns, or a sentence if there is nothing after ``seconds`` or the process died."""
+    def call(self, request: dict[str, Any], seconds: float) -> Any:
+        """What the function returns; :class:`ChildFailed` if it fails, dies or takes longer than ``seconds``."""
         self._stream.write(json.dumps({"request": request, "seconds": seconds}) + "\n")
-        return json.loads(self._stream.readline())
+        answer = json.loads(self._stream.readline())
+        if "reason" in answer:
+            raise ChildFailed(answer["reason"])
+        return answer["result"]
 
 
 def _serve(stream: TextIO, function: Function) -> None:
     for line in stream:
-        asked = json.loads(line)
-        stream.write(json.dumps(_in_child(function, asked["request"], asked["seconds"])) + "\n")
+        message = json.loads(line)
+        stream.write(json.dumps(_in_child(function, message["request"], message["seconds"])) + "\n")
 
 
-def _in_child(function: Function, request: dict[str, Any], seconds: float) -> Any:
+def _in_child(function: Function, request: dict[str, Any], seconds: float) -> dict[str, Any]:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(writer, json.dumps(_result(function, request)).encode())
+            with os.fdopen(writer, "w") as pipe:
+                pipe.write(json.dumps(_answer(function, request)))
         finally:
             os._exit(0)
     os.close(writer)
     in_time = bool(select.select([reader], [], [], seconds)[0])
     if not in_time:
         os.kill(child, signal.SIGKILL)
-    with os.fdopen(reader) as stream:
-        text = stream.read()
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if not in_time:
-        return f"not done after {seconds:.0f} s"
-    return json.loads(text) if text else f"the process ended with {status}, perhaps out of memory"
+        return {"reason": f"not done after {seconds:.0f} s"}
+    return json.loads(text) if text else {"reason": f"the process ended with {status}, perhaps out of memory"}
 
 
-def _result(function: Function, request: dict[str, Any]) -> Any:
+def _answer(function: Function, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        return function(request)
+        return {"result": function(request)}
     except Exception as error:
-        return f"failed: {first_line(error)}"
+        return {"reason": f"failed: {first_line(error)}"}

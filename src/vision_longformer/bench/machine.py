@@ -1,4 +1,4 @@
-"""What a result is worth knowing about the machine it comes from."""
+"""What a result needs to state about the machine it comes from."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+COMPARED_FACTS = ("cpu", "gpu", "cores", "threads", "torch", "device")
+"""Facts that two results should share to be compared."""
+
 
 def machine_facts(device: torch.device, threads: int | None) -> dict[str, Any]:
     """Processor, cores, threads, memory, versions, and how busy the machine is."""
     facts: dict[str, Any] = {
-        "cpu": cpu_name(),
+        "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": threads or torch.get_num_threads(),
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
@@ -31,7 +34,7 @@ def machine_facts(device: torch.device, threads: int | None) -> dict[str, Any]:
     return facts
 
 
-def cpu_name() -> str:
+def _cpu_name() -> str:
     """As the system calls it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -42,17 +45,14 @@ def cpu_name() -> str:
 
 
 def busy_warning(facts: dict[str, Any]) -> str | None:
-    """A sentence where other processes will disturb the times; ratios suffer less, as variants take turns."""
+    """A sentence where other processes will disturb the times; ratios suffer less, as rounds are interleaved."""
     load, cores = facts["load_at_start"], facts["cores"]
     if facts["device"] != "cpu" or load < 0.5 * cores:
         return None
     return f"the machine is busy: load {load:.1f} on {cores} cores; times are unsteady, ratios less so"
 
 
-SAME = ("cpu", "gpu", "cores", "threads", "torch", "device")
-
-
 def differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Facts that make two results hard to compare."""
-    names = [name for name in SAME if earlier.get(name) != now.get(name)]
+    names = [name for name in COMPARED_FACTS if earlier.get(name) != now.get(name)]
     return [f"{name} was {earlier.get(name)!r}, now {now.get(name)!r}" for name in names]

@@ -1,4 +1,4 @@
-"""Times of several jobs, taken in turns, so that whatever else the machine does falls on all of them alike."""
+"""Times of several runnables in interleaved rounds, so that whatever else the machine does falls on all alike."""
 
 from __future__ import annotations
 
@@ -8,127 +8,133 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from .attention_jobs import Job
+from ..errors import first_line
+from .cases import Runnable
+
+OUT_OF_TIME = "the time budget was used up"
 
 
-class Effort(NamedTuple):
-    """How long to measure: about ``seconds``, with ``least`` to ``most`` rounds, but hardly beyond ``limit``.
+class Budget(NamedTuple):
+    """How long to measure: about ``seconds``, ``min_rounds`` to ``max_rounds`` rounds, but hardly beyond ``limit``.
 
-    ``strict``: rather than beyond the limit, jobs are not started at all; otherwise each is timed once at least.
+    ``strict``: runnables that would begin beyond the limit are not started at all; otherwise each is timed at least
+    once.
     """
 
     seconds: float
-    least: int
-    most: int
+    min_rounds: int
+    max_rounds: int
     limit: float
     strict: bool = False
 
 
+class Run(NamedTuple):
+    """What one call took."""
+
+    seconds: float
+    page_faults: int
+
+
 @dataclass
 class Samples:
-    """Seconds and page faults of one job, round by round; ``reason`` if there are none.
+    """Seconds and page faults of one runnable, round by round; ``reason`` if there are none.
 
-    A job that is too slow for the time has one round, its warm-up.
+    A runnable that is too slow for the budget has one round, its warm-up.
     """
 
     seconds: list[float] = field(default_factory=list)
     page_faults: list[int] = field(default_factory=list)
     reason: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def add(self, run: Run) -> None:
+        self.seconds.append(run.seconds)
+        self.page_faults.append(run.page_faults)
 
 
-OUT_OF_TIME = "the time budget was used up"
-
-
-def measure(
-    jobs: Mapping[int, Job],
-    effort: Effort,
+def time_interleaved(
+    runnables: Mapping[int, Runnable],
+    budget: Budget,
     device: torch.device,
-    tell: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     baselines: Collection[int] = (),
 ) -> dict[int, Samples]:
-    """Warm up, then run all jobs once per round, in an order shuffled anew each round, so that no job always finds the
-    caches as the same other job left them. A job that fails is left out of the rounds, with its error as the reason;
-    so are the slowest, unless they are ``baselines``, if the time does not suffice.
+    """Warm up, then run everything once per round, in an order shuffled anew each round, so that nothing always finds
+    the caches as the same other runnable left them.
+
+    What fails is left out of the rounds, with its error as the reason; so are the slowest, unless they are
+    ``baselines``, if the time does not suffice. ``progress`` is called with the rounds done and their total.
     """
     start = time.perf_counter()
-    samples = {name: Samples() for name in jobs}
-    warm: dict[int, tuple[float, int]] = {}
-    for name, job in jobs.items():
-        if effort.strict and time.perf_counter() - start > effort.limit:
-            samples[name].reason = OUT_OF_TIME
+    samples = {index: Samples() for index in runnables}
+    warm_ups: dict[int, Run] = {}
+    for index, runnable in runnables.items():
+        if budget.strict and time.perf_counter() - start > budget.limit:
+            samples[index].reason = OUT_OF_TIME
             continue
         try:
-            warm[name] = _warm_up(job, effort, device)
+            warm_ups[index] = _warm_up(runnable, budget, device)
         except Exception as error:
-            samples[name].reason = f"failed: {first_line(error)}"
+            samples[index].reason = f"failed: {first_line(error)}"
     elapsed = time.perf_counter() - start
-    order = affordable({name: run[0] for name, run in warm.items()}, effort.limit - elapsed, effort.least, baselines)
-    for name in warm.keys() - set(order):
-        samples[name] = Samples([warm[name][0]], [warm[name][1]])
-    rounds = plan_rounds(sum(warm[name][0] for name in order), effort.seconds - elapsed, effort)
+    took = {index: run.seconds for index, run in warm_ups.items()}
+    order = affordable(took, budget.limit - elapsed, budget.min_rounds, baselines)
+    for index in warm_ups.keys() - set(order):
+        samples[index].add(warm_ups[index])
+    rounds = round_count(sum(took[index] for index in order), budget.seconds - elapsed, budget)
     shuffle = random.Random(0).shuffle
     gc.collect()
     for done in range(rounds):
-        if done and time.perf_counter() - start > effort.limit:
+        if done and time.perf_counter() - start > budget.limit:
             break
         shuffle(order)
-        for name in order:
-            seconds, faults = _run_once(jobs[name], device)
-            samples[name].seconds.append(seconds)
-            samples[name].page_faults.append(faults)
-        tell(done + 1, rounds)
+        for index in order:
+            samples[index].add(_run_once(runnables[index], device))
+        progress(done + 1, rounds)
     return samples
 
 
 def affordable(took: Mapping[int, float], seconds: float, rounds: int, baselines: Collection[int]) -> list[int]:
-    """Jobs of which ``rounds`` rounds fit into ``seconds``: the slowest are left out, but never the fastest nor the
-    baselines, on which all ratios rest."""
-    names = sorted(took, key=lambda name: took[name])
-    for name in reversed(names[1:]):
-        if rounds * sum(took[name] for name in names) <= seconds:
+    """Those of which ``rounds`` rounds fit into ``seconds``, fastest first: the slowest are left out, but never the
+    fastest nor the baselines, on which all ratios rest."""
+    order = sorted(took, key=lambda index: took[index])
+    for slowest in reversed(order[1:]):
+        if rounds * sum(took[index] for index in order) <= seconds:
             break
-        if name not in baselines:
-            names.remove(name)
-    return names
+        if slowest not in baselines:
+            order.remove(slowest)
+    return order
 
 
-def plan_rounds(seconds_per_round: float, seconds: float, effort: Effort) -> int:
-    """As many rounds as fit into ``seconds``, within the bounds."""
-    fitting = int(seconds / seconds_per_round) if seconds_per_round > 0 else effort.most
-    return min(effort.most, max(effort.least, fitting))
+def round_count(seconds_per_round: float, seconds: float, budget: Budget) -> int:
+    """As many rounds as fit into ``seconds``, within the bounds of the budget."""
+    fitting = int(seconds / seconds_per_round) if seconds_per_round > 0 else budget.max_rounds
+    return min(budget.max_rounds, max(budget.min_rounds, fitting))
 
 
-def _warm_up(job: Job, effort: Effort, device: torch.device) -> tuple[float, int]:
+def _warm_up(runnable: Runnable, budget: Budget, device: torch.device) -> Run:
     """Run until caches and threads are there: twice, or once if that takes a noticeable part of the time."""
-    first = _run_once(job, device)
-    return first if first[0] > 0.02 * effort.seconds else _run_once(job, device)
+    first = _run_once(runnable, device)
+    return first if first.seconds > 0.02 * budget.seconds else _run_once(runnable, device)
 
 
-def _run_once(job: Job, device: torch.device) -> tuple[float, int]:
-    synchronise(device)
+def _run_once(runnable: Runnable, device: torch.device) -> Run:
+    synchronize(device)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     start = time.perf_counter()
-    job.run()
-    synchronise(device)
+    runnable.run()
+    synchronize(device)
     seconds = time.perf_counter() - start
-    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    return Run(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
 def summary(seconds: list[float]) -> dict[str, float]:

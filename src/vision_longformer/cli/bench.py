@@ -1,7 +1,4 @@
-"""``vil bench``.
-
-Tables of ``vil bench``.
-"""
+"""``vil bench``: runs benchmarks, prints their tables, writes JSON and plots."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from .output import parse_size, print_line, print_table
 if TYPE_CHECKING:
     import torch
 
-    from ..bench.result import Result
-    from ..bench.session import Tell
+    from ..bench.results import GroupResult, Result, Row
+    from ..bench.run import Progress as ProgressCallback
 
 
 def bench(
@@ -70,14 +67,13 @@ def bench(
         overwrite: replace earlier results of the same name.
         compare: an earlier JSON file to print ratios against.
     """
-    from ..bench.benches import plan
     from ..bench.machine import busy_warning
-    from ..bench.plans import Choices
+    from ..bench.plans import Options, plan
     from ..bench.plots import draw
-    from ..bench.result import load_result, new_path
+    from ..bench.results import load_result, new_path
     from ..bench.run import run
 
-    choices = Choices(
+    options = Options(
         quick,
         _device(device),
         _split(implementations),
@@ -90,11 +86,11 @@ def bench(
     )
     _check_positive("threads", threads)
     _check_positive("budget", budget)
-    plans = plan(what, choices, only)
+    plans = plan(what, options, only)
     earlier = None if compare is None else load_result(compare)
     path = new_path(Path(output), what, overwrite=overwrite)
-    with _bar() as tell:
-        result = _save_all(run(what, plans, choices, threads=threads, budget=budget, tell=tell), path)
+    with _progress_bar() as progress:
+        result = _save_all(run(what, plans, options, threads=threads, budget=budget, progress=progress), path)
     print_result(result)
     plots = draw(result, path.with_suffix(""))
     warning = busy_warning(result.machine)
@@ -118,8 +114,8 @@ def _save_all(results: Iterator[Result], path: Path) -> Result:
 
 
 @contextmanager
-def _bar() -> Iterator[Tell]:
-    """A bar on stderr with the time that is left; nothing if stderr is no terminal."""
+def _progress_bar() -> Iterator[ProgressCallback]:
+    """A bar on stderr with the remaining time; nothing if stderr is no terminal."""
     terminal = Console(stderr=True)
     columns = (BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
@@ -168,14 +164,8 @@ def _check_positive(name: str, value: float | None) -> None:
         raise ValueError(f"{name} is {value}; it must be above 0")
 
 
-if TYPE_CHECKING:
-    from ..bench.result import GroupResult, Result, Row
-
-ALLOCATOR_COLUMNS = {"default": "default allocator", "kept": "memory kept"}
-
-
 def print_result(result: Result) -> None:
-    """The machine, then a table per set of rows that were measured in turns, then what is missing and why."""
+    """The machine, then a table per set of rows that were timed in the same rounds, then what is missing and why."""
     machine = result.machine
     where = f"{machine['gpu']}; " if "gpu" in machine else ""
     where += f"{machine['cpu']}, {machine['threads']} of {machine['cores']} cores, torch {machine['torch']}"
@@ -183,16 +173,16 @@ def print_result(result: Result) -> None:
     for group in result.groups:
         print_line("")
         print_line(f"{group.bench}: {group.about}")
-        for together in dict.fromkeys(row.task.together for row in group.rows):
-            _print_rows(group, [row for row in group.rows if row.task.together == together and row.time], together)
+        for round_key in dict.fromkeys(row.case.round_key for row in group.rows):
+            _print_rows(group, [row for row in group.rows if row.case.round_key == round_key and row.time], round_key)
         _print_reasons(group)
 
 
-def _print_rows(group: GroupResult, rows: list[Row], together: str) -> None:
+def _print_rows(group: GroupResult, rows: list[Row], title: str) -> None:
     if not rows:
         return
     allocators = list(dict.fromkeys(name for row in rows for name in row.time))
-    several = len({row.task.point for row in rows}) > 1
+    several = len({row.case.point for row in rows}) > 1
     columns = [*(["map"] if several else []), "variant", "", *(text for a in allocators for text in _heads(group, a))]
     left = len(columns) - 2 * len(allocators)
     counted = any(row.flops for row in rows) and not several
@@ -200,24 +190,26 @@ def _print_rows(group: GroupResult, rows: list[Row], together: str) -> None:
     columns += ["peak MB", "weights + images"] if group.unit == "image" else ["extra MB", "in + out"]
     cells = []
     for row in rows:
-        line = [row.task.point] if several else []
-        line += [row.task.variant, row.task.mode]
+        line = [row.case.point] if several else []
+        line += [row.case.variant, row.case.mode]
         for allocator in allocators:
             line += _time_cells(row, allocator, group.unit)
         line += _flops_cells(group, row) if counted else []
         cells.append([*line, *_memory_cells(row, group.unit)])
-    base = "; ".join(dict.fromkeys(_baseline_text(row, several) for row in rows))
-    print_table(f"{together}  (1× is {base})", columns, cells, left=left)
+    baselines = "; ".join(dict.fromkeys(_baseline_text(row, several) for row in rows))
+    print_table(f"{title}  (1× is {baselines})", columns, cells, left=left)
 
 
 def _baseline_text(row: Row, several: bool) -> str:
-    point, variant = row.task.baseline
+    point, variant = row.case.baseline
     return point if several else variant
 
 
 def _heads(group: GroupResult, allocator: str) -> tuple[str, str]:
+    from ..bench.results import ALLOCATOR_TEXTS
+
     what = {"call": "time", "token": "per token", "image": "images/s"}[group.unit]
-    return f"{what}, {ALLOCATOR_COLUMNS[allocator]}", "×"
+    return f"{what}, {ALLOCATOR_TEXTS[allocator]}", "×"
 
 
 def _time_cells(row: Row, allocator: str, unit: str) -> list[str]:
@@ -235,7 +227,7 @@ def _time_cells(row: Row, allocator: str, unit: str) -> list[str]:
 
 
 def _flops_cells(group: GroupResult, row: Row) -> list[str]:
-    """Useful operations with the default allocator."""
+    """Operations per second with the default allocator."""
     speed, fraction = row.flops_per_second("default"), group.matmul_fraction(row, "default")
     return ["" if speed is None else f"{speed / 1e9:.1f}", "" if fraction is None else f"{100 * fraction:.0f}%"]
 
@@ -256,8 +248,8 @@ def _print_reasons(group: GroupResult) -> None:
     where: dict[tuple[str, str], list[str]] = {}
     for row in group.rows:
         for reason in row.reasons:
-            where.setdefault((row.task.variant, reason), []).append(f"{row.task.point} {row.task.mode}")
-    counts = Counter(row.task.variant for row in group.rows)
+            where.setdefault((row.case.variant, reason), []).append(f"{row.case.point} {row.case.mode}")
+    counts = Counter(row.case.variant for row in group.rows)
     for (variant, reason), places in where.items():
         if OUT_OF_TIME not in reason:
             at = "" if len(places) == counts[variant] else f" ({'; '.join(places)})"
@@ -269,7 +261,7 @@ def _print_reasons(group: GroupResult) -> None:
 
 def print_changes(earlier: Result, now: Result, path: str) -> None:
     """Ratios against an earlier result: above 1 is faster, or takes less memory, than then."""
-    from ..bench.result import compare
+    from ..bench.results import ALLOCATOR_TEXTS, compare
 
     changes, different = compare(earlier, now)
     print_line("")
@@ -277,13 +269,13 @@ def print_changes(earlier: Result, now: Result, path: str) -> None:
         print_line(f"{path} has nothing in common with this run")
         return
     allocators = list(dict.fromkeys(name for change in changes for name in change.speed))
-    columns = ["group", "point", "variant", "", *(f"speed, {ALLOCATOR_COLUMNS[a]}" for a in allocators), "memory"]
+    columns = ["group", "point", "variant", "", *(f"speed, {ALLOCATOR_TEXTS[a]}" for a in allocators), "memory"]
     rows = []
     for change in changes:
-        task = change.row.task
+        case = change.row.case
         ratios = [change.speed.get(allocator) for allocator in allocators]
         numbers = ["" if ratio is None else f"{ratio:.2f}×" for ratio in (*ratios, change.memory)]
-        rows.append([change.group, task.point, task.variant, task.mode, *numbers])
+        rows.append([change.group, case.point, case.variant, case.mode, *numbers])
     print_table(f"now against {path} of {earlier.created} (above 1×: faster, leaner)", columns, rows, left=4)
     for text in different:
         print_line(f"note: {text}")

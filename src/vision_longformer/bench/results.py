@@ -1,39 +1,48 @@
-"""What was measured: rows by group, their ratios, and how they are kept in files and compared."""
+"""What was measured: rows by group, their ratios, how they are stored as JSON and compared with earlier ones."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..files import written_whole
+from .cases import LARGE_MATMUL, Case, Group
 from .machine import differences
-from .tasks import LARGE_MATMUL, Group, Task
-from .timing import summary
+from .timing import Samples, summary
 
 FORMAT = "vision_longformer/bench/1"
+ALLOCATOR_TEXTS = {"default": "default allocator", "kept": "memory kept"}
 
 
 @dataclass
 class Row:
-    """What is known of a task. ``time`` is by allocator: median, quartiles, best, samples, page faults, speed-up.
+    """What is known of a case. ``time`` is by allocator: median, quartiles, best, samples, page faults, speed-up.
 
     ``memory``: bytes of ``inputs``, of ``outputs``, and ``extra``, the peak over the inputs with the outputs in it.
     ``reasons``: why something is missing.
     """
 
-    task: Task
+    case: Case
     flops: int | None = None
     time: dict[str, dict[str, Any]] = field(default_factory=dict)
     memory: dict[str, int] | None = None
     reasons: list[str] = field(default_factory=list)
 
-    def add_time(self, allocator: str, seconds: list[float], page_faults: list[int]) -> None:
-        times = {**summary(seconds), "rounds": len(seconds), "page_faults": statistics.median(page_faults)}
-        self.time[allocator] = {**times, "samples": seconds}
+    def add_samples(self, allocator: str, samples: Samples) -> None:
+        """Their statistics, or the reason why there are none."""
+        if samples.seconds:
+            self.time[allocator] = {
+                **summary(samples.seconds),
+                "rounds": len(samples.seconds),
+                "page_faults": statistics.median(samples.page_faults),
+                "samples": samples.seconds,
+            }
+        if samples.reason is not None:
+            self.add_reason(samples.reason)
 
     def add_reason(self, reason: str) -> None:
         if reason not in self.reasons:
@@ -41,24 +50,25 @@ class Row:
 
     def per_unit(self, allocator: str) -> float:
         """Seconds per token or image."""
-        return self.time[allocator]["median"] / self.task.units
+        return self.time[allocator]["median"] / self.case.units
 
     def flops_per_second(self, allocator: str) -> float | None:
-        """Useful ones."""
+        """Of the operations that the result requires."""
         return self.flops / self.time[allocator]["median"] if self.flops and allocator in self.time else None
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self.task.to_dict(), **{k: v for k, v in asdict(self).items() if k != "task"}}
+        own = {name: value for name, value in vars(self).items() if name != "case"}
+        return {**self.case.to_dict(), **own}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Row:
         own = {name: data[name] for name in ("flops", "time", "memory", "reasons")}
-        return cls(Task.from_dict({name: value for name, value in data.items() if name not in own}), **own)
+        return cls(Case.from_dict({name: value for name, value in data.items() if name not in own}), **own)
 
 
 @dataclass
 class GroupResult:
-    """A group with rows in place of its tasks."""
+    """A group with rows in place of its cases."""
 
     bench: str
     name: str
@@ -69,29 +79,29 @@ class GroupResult:
 
     @classmethod
     def of(cls, group: Group) -> GroupResult:
-        return cls(group.bench, group.name, group.about, group.style, group.unit, [Row(task) for task in group.tasks])
+        return cls(group.bench, group.name, group.about, group.style, group.unit, [Row(case) for case in group.cases])
 
     def find(self, point: str, variant: str, mode: str) -> Row | None:
         wanted = (point, variant, mode)
-        return next((row for row in self.rows if (row.task.point, row.task.variant, row.task.mode) == wanted), None)
+        return next((row for row in self.rows if (row.case.point, row.case.variant, row.case.mode) == wanted), None)
 
     def compute_speedups(self) -> None:
         """Of each row against its baseline, per token or image: the median over rounds, whose runs are neighbours in
         time, so that a slow minute of the machine falls out."""
         for row in self.rows:
-            base = self.find(*row.task.baseline, row.task.mode)
+            baseline = self.find(*row.case.baseline, row.case.mode)
             for allocator, time in row.time.items():
-                if base is None or allocator not in base.time:
+                if baseline is None or allocator not in baseline.time:
                     continue
-                pairs = zip(base.time[allocator]["samples"], time["samples"], strict=False)
+                pairs = zip(baseline.time[allocator]["samples"], time["samples"], strict=False)
                 ratio = statistics.median(other / own for other, own in pairs)
-                time["speedup"] = ratio * row.task.units / base.task.units
+                time["speedup"] = ratio * row.case.units / baseline.case.units
 
     def matmul_fraction(self, row: Row, allocator: str) -> float | None:
-        """Useful operations per second as a part of those of the large matrix product measured in turns with it."""
-        roof = self.find(row.task.point, LARGE_MATMUL, row.task.mode)
-        own, best = row.flops_per_second(allocator), roof and roof.flops_per_second(allocator)
-        return own / best if own and best else None
+        """Operations per second as a fraction of those of the large matrix product timed in the same rounds."""
+        matmul = self.find(row.case.point, LARGE_MATMUL, row.case.mode)
+        own, peak = row.flops_per_second(allocator), matmul and matmul.flops_per_second(allocator)
+        return own / peak if own and peak else None
 
 
 @dataclass
@@ -146,8 +156,7 @@ def new_path(folder: Path, name: str, *, overwrite: bool) -> Path:
     raise ValueError(f"{folder} is full of results; give another --output")
 
 
-@dataclass
-class Change:
+class Change(NamedTuple):
     """A row now against the same one earlier: above 1 is faster, or leaner."""
 
     group: str
@@ -157,17 +166,22 @@ class Change:
 
 
 def compare(earlier: Result, now: Result) -> tuple[list[Change], list[str]]:
-    """Changes of the rows that both have, and what makes them hard to compare."""
-    known = {(g.bench, g.name, r.task.point, r.task.variant, r.task.mode): r for g, r in earlier.rows()}
+    """Changes of the rows that both have measured, and what makes them hard to compare."""
+    earlier_rows = {_row_key(group, row): row for group, row in earlier.rows()}
     changes = []
     for group, row in now.rows():
-        old = known.get((group.bench, group.name, row.task.point, row.task.variant, row.task.mode))
-        if old is None or not (old.time or old.memory):
+        old = earlier_rows.get(_row_key(group, row))
+        if old is None:
             continue
-        both = [name for name in row.time if name in old.time]
-        speed = {name: old.time[name]["median"] / row.time[name]["median"] for name in both}
+        allocators = [name for name in row.time if name in old.time]
+        speed = {name: old.time[name]["median"] / row.time[name]["median"] for name in allocators}
         memory = None
         if old.memory and row.memory and row.memory["extra"]:
             memory = old.memory["extra"] / row.memory["extra"]
-        changes.append(Change(f"{group.bench}: {group.name}", row, speed, memory))
+        if speed or memory is not None:
+            changes.append(Change(f"{group.bench}: {group.name}", row, speed, memory))
     return changes, differences(earlier.machine, now.machine)
+
+
+def _row_key(group: GroupResult, row: Row) -> tuple[str, ...]:
+    return group.bench, group.name, row.case.point, row.case.variant, row.case.mode

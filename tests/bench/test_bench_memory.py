@@ -1,0 +1,63 @@
+"""Peak memory of a run, and of a detector's training step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from builders import SMALL_MODELS
+
+from vision_longformer.bench.memory import DetectorMemoryMeter, peak_growth
+from vision_longformer.detection import detectors
+from vision_longformer.detection.config import DetectorConfig
+from vision_longformer.models import zoo
+
+MEGABYTE = 2**20
+
+
+def test_peak_growth_includes_what_is_freed_again() -> None:
+    """Two blocks of 64 MiB one after the other, then 64 and 32 at the same time."""
+
+    def one_by_one() -> None:
+        for _ in range(2):
+            torch.ones(64 * MEGABYTE // 4)
+
+    def together() -> float:
+        a, b = torch.ones(64 * MEGABYTE // 4), torch.ones(32 * MEGABYTE // 4)
+        return float(a[0] + b[0])
+
+    for _ in range(2):
+        assert 64 <= peak_growth(one_by_one, torch.device("cpu")) / MEGABYTE < 80
+        assert 96 <= peak_growth(together, torch.device("cpu")) / MEGABYTE < 112
+
+
+def test_memory_of_a_detectors_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More memory for a larger image, and a sentence where nothing can be measured."""
+    monkeypatch.setitem(zoo.MODELS, "vil", replace(SMALL_MODELS["vil"]))
+    meter = DetectorMemoryMeter()
+    small, large = (meter.measure("mask_rcnn", "vil", (side, side)) for side in (64, 256))
+    assert isinstance(small, int)
+    assert isinstance(large, int)
+    assert large > small > 10**6
+    assert "unknown backbone" in str(meter.measure("mask_rcnn", "nothing_of_that_name", (64, 64)))
+
+
+def test_a_step_that_does_not_fit_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux ends a process that takes too much memory by SIGKILL, and this one before others."""
+
+    def out_of_memory(config: DetectorConfig) -> NoReturn:
+        if "retinanet" in repr(config):
+            raise ValueError(f"score {Path('/proc/self/oom_score_adj').read_text()}")
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    monkeypatch.setattr(detectors, "build_detector", out_of_memory)
+    meter = DetectorMemoryMeter()
+    backbone = "vision_longformer_tiny"
+    assert meter.measure("mask_rcnn", backbone, (64, 64)) == "the process ended with -9, perhaps out of memory"
+    assert meter.measure("retinanet", backbone, (64, 64)) == "failed: score 1000"
