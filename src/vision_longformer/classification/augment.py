@@ -1,9 +1,4 @@
-"""Augmentation of one image, by timm's pieces.
-
-Augmentation of a whole batch at once: crop, horizontal flip and random erasing.
-
-What is drawn is drawn for the global batch, of which a process takes its part: it does not depend on their number.
-"""
+"""Augmentation in training: of one image, by timm's pieces, or of a whole batch of small images at once."""
 
 from __future__ import annotations
 
@@ -60,7 +55,7 @@ def image_augmentation(recipe: ClassificationRecipe, preprocessing: Preprocessin
 
 
 def resize_before_crop(recipe: ClassificationRecipe, preprocessing: Preprocessing) -> Callable[[Any], Any]:
-    """Brings images or image tensors to the size that 'random' crops, or else to that of the input."""
+    """Brings images or image tensors to the size that 'random' crops from, or else to that of the input."""
     if recipe.crop == "random":
         covering = tuple(int(side / preprocessing.crop_pct) for side in preprocessing.size)
         return ResizeKeepRatio(covering, interpolation=preprocessing.interpolation)
@@ -120,22 +115,26 @@ def _posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
 
 ERASED_AREA = (0.02, 1 / 3)
 ERASED_ASPECT = (0.3, 1 / 0.3)
-"""Of the erased box: its part of the image, and its height by its width, as timm draws them."""
+"""Ranges of an erased box: its part of the image's area, and its height by its width, as timm draws them."""
 
 
 @dataclass(frozen=True)
 class BatchAugmentation:
-    """Makes inputs of ``size`` from larger (or equal) images, ``batch`` of them in a global batch."""
+    """Crop, horizontal flip and random erasing of a global batch of ``batch_size`` images, to inputs of ``size``.
+
+    Everything is drawn for the global batch, of which a process takes its ``part``, so that what is drawn does not
+    depend on the number of processes.
+    """
 
     size: tuple[int, int]
-    batch: int
+    batch_size: int
     hflip: float
     erase_probability: float
 
     def crop(self, images: Tensor, samples: Tensor, seed: int, part: slice) -> Tensor:
-        """Randomly placed crops (b, C, H, W) of ``images[samples]``, some flipped; ``images`` is (N, C, H', W')."""
+        """Random crops (b, C, H, W) of ``images[samples]``, some flipped; ``images`` are (N, C, H', W'), no smaller."""
         generator = torch.Generator().manual_seed(seed)
-        top, left, flip = torch.rand(3, self.batch, 1, generator=generator)[:, part]
+        top, left, flip = torch.rand(3, self.batch_size, 1, generator=generator)[:, part]
         height, width = self.size
         rows = (top * (images.shape[2] - height + 1)).long() + torch.arange(height)
         columns = (left * (images.shape[3] - width + 1)).long() + torch.arange(width)
@@ -150,13 +149,13 @@ class BatchAugmentation:
         if not self.erase_probability:
             return images
         generator = torch.Generator().manual_seed(derive(seed, "erase"))
-        erased, area, aspect, top, left = torch.rand(5, self.batch, 1, generator=generator)[:, part]
-        noise = torch.randn(self.batch, *images.shape[1:], generator=generator)[part]
+        erased, area, aspect, top, left = torch.rand(5, self.batch_size, 1, generator=generator)[:, part]
+        noise = torch.randn(self.batch_size, *images.shape[1:], generator=generator)[part]
         height, width = self.size
         area = _between(area, *ERASED_AREA) * height * width
         aspect = _between(aspect, *map(math.log, ERASED_ASPECT)).exp()
-        rows = _in_run(height, (area * aspect).sqrt(), top)
-        columns = _in_run(width, (area / aspect).sqrt(), left)
+        rows = _interval(height, (area * aspect).sqrt(), top)
+        columns = _interval(width, (area / aspect).sqrt(), left)
         box = rows[:, None, :, None] & columns[:, None, None, :] & (erased < self.erase_probability)[..., None, None]
         return torch.where(box, noise, images)
 
@@ -165,9 +164,12 @@ def _between(fraction: Tensor, low: float, high: float) -> Tensor:
     return low + fraction * (high - low)
 
 
-def _in_run(side: int, length: Tensor, place: Tensor) -> Tensor:
-    """Which of ``side`` pixels are in a run of ``length`` (b, 1), below the whole side, at ``place`` in [0, 1)."""
+def _interval(side: int, length: Tensor, start: Tensor) -> Tensor:
+    """Which of ``side`` pixels are within ``length`` of ``start``, (b, side); both (b, 1).
+
+    ``length`` is in pixels, below the whole side; ``start`` is in [0, 1), from the first to the last that fits.
+    """
     length = length.round().clamp(max=side - 1)
-    start = (place * (side - length + 1)).floor()
+    first = (start * (side - length + 1)).floor()
     pixels = torch.arange(side)
-    return (pixels >= start) & (pixels < start + length)
+    return (pixels >= first) & (pixels < first + length)

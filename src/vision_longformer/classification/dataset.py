@@ -1,15 +1,12 @@
-"""What a training loop sees of the data, whatever it is read from.
+"""Training and evaluation sets of labelled images, whatever they are read from.
 
-Training and evaluation on a data set with random access.
-
-Training on images that are all in memory, whole batches augmented at once: for small ones, where time counts.
-
-From a recipe to its data.
+Arrays, folders and archives are read by index, here; shards are streamed, in :mod:`.streaming`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -18,26 +15,25 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from ..data.loading import UNREADABLE, Batch, BatchDataset, DataError, Loaded, batch_loader, loaded
-from ..data.order import Batching, Process, epoch_order
+from ..data.loading import UNREADABLE, Batch, BatchLoader, DataError, LabelledBatch
+from ..data.order import SINGLE_PROCESS, Batching, MicroBatch, Process, epoch_order
 from ..data.randomness import derive, seeded
+from ..data.shards import ShardSource
 from ..data.sources import ArraySource, Source, open_source
-from ..models.config import ModelConfig
+from ..errors import check_at_least
 from .augment import BatchAugmentation, crop_padding, image_augmentation, resize_before_crop
 from .preprocessing import Preprocessing
-from .preprocessing import preprocessing as recipe_preprocessing
 from .recipe import ClassificationRecipe
-from .streaming import StreamingEvalData, StreamingTrainData, eval_batch
+from .streaming import StreamingEvalSet, StreamingTrainSet
 
 
-class TrainData(Protocol):
-    """Augmented images of a process, in an order that its seed decides.
+class TrainSet(Protocol):
+    """Augmented images of a process, in an order that the recipe's seed decides.
 
     - ``batches_per_epoch``: micro-batches of the process in an epoch, the same for all; the incomplete last is dropped.
     - ``skipped``: images that could not be read so far, and were replaced.
     """
 
-    classes: tuple[str, ...]
     batches_per_epoch: int
     skipped: int
 
@@ -46,15 +42,17 @@ class TrainData(Protocol):
         ...
 
 
-class EvalData(Protocol):
+class EvalSet(Protocol):
     """A process's share of a set; over all processes every sample comes exactly once.
 
     - ``size``: samples over all processes; ``skipped``: those of this process that could not be read and were left out.
+    - ``shape``: (C, H, W) of an image.
 
     The shares differ by a sample at most (of shards: by a shard), and so some processes may have a batch less.
     """
 
     classes: tuple[str, ...]
+    shape: tuple[int, int, int]
     skipped: int
 
     @property
@@ -64,13 +62,91 @@ class EvalData(Protocol):
         """All batches of this process; the last may be smaller."""
         ...
 
+    def examples(self, count: int) -> Batch:
+        """At most ``count`` images of the whole set, far apart, and their labels; no others are read."""
+        ...
 
-Place = tuple[int, range]
-"""An epoch, and the positions in it that make a micro-batch."""
+
+def open_images(
+    data: str, split: str, *, classes: Sequence[str] | None = None, num_classes: int | None = None
+) -> Source | ShardSource:
+    """The ``split`` of ``data``, shards (``wds/…``) or else as :func:`open_source` opens it."""
+    if data.startswith("wds/"):
+        return ShardSource(data, split, classes=classes, num_classes=num_classes)
+    return open_source(data, split, classes=classes, num_classes=num_classes)
 
 
-class AugmentedSamples:
-    """Makes training batches from places alone, so that it does not matter which worker is asked for which."""
+def build_train_set(
+    images: Source | ShardSource,
+    recipe: ClassificationRecipe,
+    preprocessing: Preprocessing,
+    process: Process = SINGLE_PROCESS,
+) -> TrainSet:
+    """A process's part of the training images, augmented as the recipe says."""
+    if recipe.in_memory:
+        if not isinstance(images, ArraySource):
+            raise ValueError(
+                f"in_memory is for arrays (.npz files, fashion-mnist, torch/cifar10 …), not for {recipe.data}"
+            )
+        return InMemoryTrainSet(images, recipe, preprocessing, process)
+    if isinstance(images, ShardSource):
+        return StreamingTrainSet(images, recipe, preprocessing, process)
+    return IndexedTrainSet(images, recipe, preprocessing, process)
+
+
+def open_eval_set(
+    data: str,
+    split: str,
+    preprocessing: Preprocessing,
+    *,
+    named: bool = True,
+    batch_size: int,
+    workers: int,
+    skip_bad_images: bool = False,
+    process: Process = SINGLE_PROCESS,
+) -> EvalSet:
+    """A process's share of the ``split`` of ``data``, prepared for a model.
+
+    Its classes must be those of ``preprocessing``; a model whose classes are not ``named`` takes the names of the data,
+    which must have as many.
+    """
+    check_at_least("batch_size", batch_size, 1)
+    check_at_least("workers", workers, 0)
+    if named:
+        images = open_images(data, split, classes=preprocessing.classes)
+    else:
+        images = open_images(data, split, num_classes=len(preprocessing.classes))
+        preprocessing = replace(preprocessing, classes=images.classes)
+    if isinstance(images, ShardSource):
+        return StreamingEvalSet(images, preprocessing, batch_size, workers, skip_bad_images, process)
+    return IndexedEvalSet(images, preprocessing, batch_size, workers, skip_bad_images, process)
+
+
+# Images read by index
+
+
+class IndexedTrainSet:
+    """:class:`TrainSet` from a source; worker processes live as long as this does."""
+
+    def __init__(
+        self, source: Source, recipe: ClassificationRecipe, preprocessing: Preprocessing, process: Process
+    ) -> None:
+        self.skipped = 0
+        self._batching = Batching(recipe.batch_size, recipe.accumulate, process)
+        self.batches_per_epoch = self._batching.micro_batches(len(source))
+        self._requests: list[MicroBatch] = []
+        self._loader = BatchLoader(_AugmentedSamples(source, recipe, preprocessing), self._requests, recipe.workers)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        indices = range(start, self.batches_per_epoch)
+        self._requests[:] = [MicroBatch(epoch, self._batching.positions(index)) for index in indices]
+        for images, labels, skipped in self._loader:
+            self.skipped += skipped
+            yield images, labels
+
+
+class _AugmentedSamples:
+    """Makes training batches from nothing but their positions, so that any worker may make any of them."""
 
     def __init__(self, source: Source, recipe: ClassificationRecipe, preprocessing: Preprocessing) -> None:
         self._source = source
@@ -78,16 +154,15 @@ class AugmentedSamples:
         self._augment = image_augmentation(recipe, preprocessing)
         self._order: tuple[int, Tensor] | None = None
 
-    def __call__(self, place: Place) -> Loaded:
-        epoch, positions = place
-        skipped = 0
-        samples = []
+    def __call__(self, micro_batch: MicroBatch) -> LabelledBatch:
+        epoch, positions = micro_batch
+        samples, skipped = [], 0
         for position in positions:
             image, label, bad = self._read(epoch, position)
             with seeded(derive(self._recipe.seed, "augment", epoch, position)):
                 samples.append((self._augment(image), label))
             skipped += bad
-        return Loaded.of(samples, skipped)
+        return LabelledBatch.collate(samples, skipped)
 
     def _read(self, epoch: int, position: int) -> tuple[Image.Image, int, int]:
         """The sample at a position, or the next readable one if bad ones are skipped; and how many were."""
@@ -108,102 +183,92 @@ class AugmentedSamples:
         return self._order[1]
 
 
-class RandomAccessTrainData:
-    """:class:`TrainData` from a source; worker processes live as long as this does."""
+class IndexedEvalSet:
+    """:class:`EvalSet` from a source: process r of n takes samples r, r + n, …"""
 
     def __init__(
-        self, source: Source, recipe: ClassificationRecipe, preprocessing: Preprocessing, process: Process
+        self,
+        source: Source,
+        preprocessing: Preprocessing,
+        batch_size: int,
+        workers: int,
+        skip_bad_images: bool,
+        process: Process,
     ) -> None:
         self.classes = source.classes
+        self.shape = preprocessing.shape
+        self.size = len(source)
         self.skipped = 0
-        self._batching = Batching(recipe.batch_size, recipe.accumulate, process)
-        self.batches_per_epoch = self._batching.micro_batches(len(source))
-        self._places: list[Place] = []
-        dataset = BatchDataset(AugmentedSamples(source, recipe, preprocessing))
-        self._loader = batch_loader(dataset, self._places, recipe.workers)
+        share = range(process.rank, self.size, process.count)
+        requests = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
+        self._read = _PreparedSamples(source, preprocessing, skip_bad_images)
+        self._loader = BatchLoader(self._read, requests, workers)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        numbers = range(start, self.batches_per_epoch)
-        self._places[:] = [(epoch, self._batching.positions(number)) for number in numbers]
-        for images, labels, skipped in loaded(self._loader):
+    def batches(self) -> Iterator[Batch]:
+        self.skipped = 0
+        for images, labels, skipped in self._loader:
             self.skipped += skipped
-            yield images, labels
+            if len(labels):
+                yield images, labels
+
+    def examples(self, count: int) -> Batch:
+        images, labels, _ = self._read(range(0, self.size, max(1, self.size // count))[:count])
+        return images, labels
 
 
-class PreparedSamples:
-    """Makes evaluation batches from indices; with ``skip_bad`` a batch may have less samples than indices."""
+class _PreparedSamples:
+    """Makes evaluation batches from indices, without the images that cannot be read, if such are skipped.
 
-    def __init__(self, source: Source, preprocessing: Preprocessing, skip_bad: bool) -> None:
-        self._source = source
+    Not a part of the set: workers would outlive a set that its own loader refers to.
+    """
+
+    def __init__(self, source: Source, preprocessing: Preprocessing, skip_bad_images: bool) -> None:
+        self._source, self._skip_bad_images = source, skip_bad_images
         self._transform = preprocessing.transform()
-        self._skip_bad = skip_bad
 
-    def __call__(self, indices: range) -> Loaded:
+    def __call__(self, indices: range) -> LabelledBatch:
         samples = []
         for index in indices:
             try:
                 image, label = self._source.read(index)
             except UNREADABLE:
-                if not self._skip_bad:
+                if not self._skip_bad_images:
                     raise
                 continue
             samples.append((self._transform(image), label))
-        return Loaded.of(samples, len(indices) - len(samples))
+        return LabelledBatch.collate(samples, len(indices) - len(samples))
 
 
-class RandomAccessEvalData:
-    """:class:`EvalData` from a source: process r of n takes samples r, r + n, …"""
-
-    def __init__(
-        self,
-        source: Source,
-        recipe: ClassificationRecipe,
-        preprocessing: Preprocessing,
-        process: Process,
-    ) -> None:
-        self.classes = source.classes
-        self.size = len(source)
-        self.skipped = 0
-        share = range(process.rank, self.size, process.count)
-        batch = eval_batch(recipe, process)
-        indices = [share[start : start + batch] for start in range(0, len(share), batch)]
-        dataset = BatchDataset(PreparedSamples(source, preprocessing, recipe.skip_bad_images))
-        self._loader = batch_loader(dataset, indices, 0 if recipe.in_memory else recipe.workers)
-
-    def batches(self) -> Iterator[Batch]:
-        self.skipped = 0
-        for images, labels, skipped in loaded(self._loader):
-            self.skipped += skipped
-            if len(labels):
-                yield images, labels
-
+# Images in memory
 
 RESIZED_AT_ONCE = 1024
 
 
-class InMemoryTrainData:
-    """:class:`TrainData` from arrays, without worker processes."""
+class InMemoryTrainSet:
+    """:class:`TrainSet` from arrays, whole batches augmented at once, without worker processes.
+
+    For small images, where decoding and augmenting one by one would take longer than training.
+    """
 
     skipped = 0
 
     def __init__(
         self, source: ArraySource, recipe: ClassificationRecipe, preprocessing: Preprocessing, process: Process
     ) -> None:
-        _check_recipe(recipe)
-        self.classes = source.classes
+        _check_in_memory(recipe)
         self._recipe = recipe
         self._preprocessing = preprocessing
         self._batching = Batching(recipe.batch_size, recipe.accumulate, process)
         self.batches_per_epoch = self._batching.micro_batches(len(source))
         self._labels = torch.from_numpy(source.labels)
-        self._images = _stored_images(source.images, recipe, preprocessing)
+        self._images = _resized_images(source.images, recipe, preprocessing)
         self._augment = BatchAugmentation(preprocessing.size, recipe.batch_size, recipe.hflip, recipe.erase)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         recipe = self._recipe
         order = epoch_order(len(self._labels), recipe.seed, epoch, recipe.batch_size, recipe.repeats)
-        for number in range(start, self.batches_per_epoch):
-            positions = self._batching.positions(number)
+        for index in range(start, self.batches_per_epoch):
+            positions = self._batching.positions(index)
             samples = order[positions.start : positions.stop]
             step, first = divmod(positions.start, recipe.batch_size)
             part = slice(first, first + len(positions))
@@ -212,7 +277,7 @@ class InMemoryTrainData:
             yield self._augment.erase(self._preprocessing.normalise(crops), seed, part), self._labels[samples]
 
 
-def _check_recipe(recipe: ClassificationRecipe) -> None:
+def _check_in_memory(recipe: ClassificationRecipe) -> None:
     if recipe.crop == "random_resized":
         raise ValueError("in_memory cannot crop 'random_resized'; use crop random, pad or none, or in_memory false")
     if recipe.auto_augment or recipe.color_jitter:
@@ -221,7 +286,7 @@ def _check_recipe(recipe: ClassificationRecipe) -> None:
         )
 
 
-def _stored_images(arrays: np.ndarray, recipe: ClassificationRecipe, preprocessing: Preprocessing) -> Tensor:
+def _resized_images(arrays: np.ndarray, recipe: ClassificationRecipe, preprocessing: Preprocessing) -> Tensor:
     """(N, H, W[, 3]) as (N, C, H', W'), uint8: resized and padded, so that augmentation only has to crop."""
     images = torch.from_numpy(arrays)
     images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
@@ -238,54 +303,3 @@ def _with_channels(images: Tensor, channels: int) -> Tensor:
         weights = torch.tensor([19595, 38470, 7471], dtype=torch.int32).view(3, 1, 1)
         return (((images.int() * weights).sum(1, keepdim=True) + 32768) >> 16).to(torch.uint8)
     return images.expand(-1, channels, -1, -1)
-
-
-ALONE = Process()
-
-
-def train_data(
-    recipe: ClassificationRecipe,
-    config: ModelConfig,
-    preprocessing: Preprocessing | None = None,
-    process: Process = ALONE,
-) -> TrainData:
-    """The training split, for one of the processes; ``preprocessing`` is the recipe's by default."""
-    source = (
-        None if _is_streamed(recipe) else open_source(recipe.data, recipe.train_split, num_classes=recipe.num_classes)
-    )
-    if preprocessing is None:
-        preprocessing = recipe_preprocessing(recipe, config, source.classes if source else class_names(recipe))
-    if source is None:
-        return StreamingTrainData(recipe, preprocessing, process)
-    if not recipe.in_memory:
-        return RandomAccessTrainData(source, recipe, preprocessing, process)
-    return InMemoryTrainData(_arrays(source, recipe), recipe, preprocessing, process)
-
-
-def eval_data(recipe: ClassificationRecipe, preprocessing: Preprocessing, process: Process = ALONE) -> EvalData:
-    """The evaluation split, for one of the processes; its classes must be those of ``preprocessing``."""
-    if _is_streamed(recipe):
-        return StreamingEvalData(recipe, preprocessing, process)
-    source = open_source(recipe.data, recipe.eval_split, classes=preprocessing.classes, num_classes=recipe.num_classes)
-    return RandomAccessEvalData(source, recipe, preprocessing, process)
-
-
-def class_names(recipe: ClassificationRecipe) -> tuple[str, ...]:
-    """The classes of the training split; numbers, where the data does not name them."""
-    if not _is_streamed(recipe):
-        return open_source(recipe.data, recipe.train_split, num_classes=recipe.num_classes).classes
-    if recipe.num_classes is None:
-        raise ValueError(f"{recipe.data} is streamed; say how many classes there are: num_classes")
-    return tuple(map(str, range(recipe.num_classes)))
-
-
-def _is_streamed(recipe: ClassificationRecipe) -> bool:
-    if recipe.data.startswith("wds/") and recipe.in_memory:
-        raise ValueError("in_memory is for arrays; streamed shards cannot be kept in memory")
-    return recipe.data.startswith("wds/")
-
-
-def _arrays(source: Source, recipe: ClassificationRecipe) -> ArraySource:
-    if not isinstance(source, ArraySource):
-        raise ValueError(f"in_memory is for arrays (.npz files, fashion-mnist, torch/cifar10 …), not for {recipe.data}")
-    return source

@@ -1,11 +1,8 @@
-"""The export of classifiers and of backbones.
-
-Two files of one classifier on the same images: size, speed, accuracy, and how often they disagree.
-"""
+"""Classifiers and backbones as files that run without this package: written, read again, and compared on images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -13,20 +10,26 @@ from operator import mul
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from ..export.verify import Exported, Progress, export_checked
+from ..checkpoint import load, load_info
+from ..data.loading import Progress
+from ..errors import CheckpointError, check_at_least
+from ..export.runtime import ExportedModel, is_exported, load_exported
+from ..export.verify import ExportedFile, export_verified
 from ..export.writers import file_metadata
 from ..models import VisionLongformer
 from ..models.config import ModelConfig, size_pair
-from .dataset import EvalData, class_names, eval_data
-from .evaluate import Result, Score
-from .model import ExportedClassifier, load_exported_classifier
-from .recipe import ClassificationRecipe
+from .dataset import open_eval_set
+from .metrics import Result, Score
+from .model import Classifier, load_classifier
+from .preprocessing import Preprocessing
+
+# Writing
 
 FIXED_SIZE = {
     "linformer": "projects a fixed number of tokens",
@@ -46,6 +49,17 @@ class BackboneMaps(nn.Module):
         return tuple(self.model.forward_intermediates(images, intermediates_only=True))
 
 
+def export_checkpoint(
+    checkpoint: str | Path, path: str | Path, *, backbone: bool = False, **options: Any
+) -> ExportedFile:
+    """Write a checkpoint's classifier or backbone, with its preprocessing; ``options`` as in :func:`export_model`."""
+    if backbone:
+        info = load_info(checkpoint).get("preprocessing")
+        return export_model(load(checkpoint), path, backbone=True, info=info, **options)
+    model, preprocessing, named = load_classifier(checkpoint)
+    return export_model(model, path, info={**preprocessing.to_dict(), "named": named}, **options)
+
+
 def export_model(
     model: VisionLongformer,
     path: str | Path,
@@ -57,11 +71,12 @@ def export_model(
     info: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> Exported:
+) -> ExportedFile:
     """Write a model as one ``.onnx`` or ``.pt2`` file, and compare what it computes with the model.
 
     The file takes float32 images (B, C, height, width), any number of them, and gives logits (B, classes); with
-    ``backbone`` the maps of the stages. The model itself is left as it is.
+    ``backbone`` the maps of the stages. Its metadata has ``strides`` and ``size`` beside ``info``; classifiers need the
+    fields of :class:`Preprocessing` there to be used like a checkpoint. The model itself is left as it is.
 
     Args:
         model: the classifier, or the backbone if it has no classes.
@@ -70,7 +85,7 @@ def export_model(
         size: height and width of the images, fixed in the file; the model's own if None.
         dynamic: take images of any height and width instead.
         backbone: the maps of all stages instead of logits.
-        info: further JSON data for the file's metadata, such as the preprocessing's.
+        info: further JSON data for the file's metadata.
         overwrite: replace an existing file.
         progress: called with what is done and what there is in all.
     """
@@ -87,7 +102,7 @@ def export_model(
         details["size"] = config.img_size
     others = _other_sizes(config) if dynamic else [config.img_size]
     shapes = [(2, *config.img_size), *((1, *other) for other in others)]
-    return export_checked(
+    return export_verified(
         BackboneMaps(traced) if backbone else traced,
         [(_images(config, *shape),) for shape in shapes],
         path,
@@ -149,6 +164,42 @@ def _images(config: ModelConfig, batch: int, height: int, width: int) -> Tensor:
     return torch.randn(batch, config.in_chans, height, width, generator=torch.Generator().manual_seed(0))
 
 
+# Reading
+
+
+class ExportedClassifier(NamedTuple):
+    """As :class:`~vision_longformer.classification.model.Classifier`, of an exported file."""
+
+    model: ExportedModel
+    preprocessing: Preprocessing
+    named: bool
+
+
+def open_classifier(path: str | Path, size: int | None = None) -> Classifier | ExportedClassifier:
+    """The classifier of a checkpoint or of an exported file (``.onnx``, ``.pt2``)."""
+    return load_exported_classifier(path, size) if is_exported(path) else load_classifier(path, size)
+
+
+def load_exported_classifier(path: str | Path, size: int | None = None) -> ExportedClassifier:
+    """The classifier of an exported file; one that was exported for a fixed size takes no other ``size``."""
+    model = load_exported(path)
+    metadata = model.metadata
+    if metadata["kind"] != "classifier":
+        raise CheckpointError(f"{path} is an exported {metadata['kind']}; a classifier was asked for")
+    preprocessing = Preprocessing.from_dict(metadata, str(path))
+    if size is not None:
+        check_at_least("size", size, 1)
+        if not metadata["dynamic"] and (size, size) != preprocessing.size:
+            height, width = preprocessing.size
+            raise ValueError(f"{path} takes images of {height}×{width} only; export with --dynamic for other sizes")
+        ModelConfig.from_dict(metadata["config"]).grids((size, size))
+        preprocessing = replace(preprocessing, size=(size, size))
+    return ExportedClassifier(model, preprocessing, metadata.get("named", True))
+
+
+# Comparing
+
+
 @dataclass(frozen=True)
 class Measured:
     """A file: its length, the median time of an image over all batches, and how good it is."""
@@ -161,14 +212,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two files, and for how many images they name different classes."""
+    """Two files, and for how many images they predict different classes."""
 
     before: Measured
     after: Measured
     changed: int
 
 
-def compare_files(
+def compare_exports(
     before: str | Path,
     after: str | Path,
     data: str,
@@ -178,46 +229,40 @@ def compare_files(
     workers: int = 2,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Run both files on each batch of the ``split`` of ``data``, in turns, so that the machine is equally busy."""
-    recipe = ClassificationRecipe(data=data, eval_split=split, eval_batch_size=batch_size, workers=workers)
+    """Two exported classifiers on the same images: size, speed, accuracy, and how often they disagree.
+
+    Both run on each batch of the ``split`` of ``data``, the one and the other first in turn, so that the machine is
+    equally busy with both. The first file's preprocessing serves both.
+    """
     classifiers = [load_exported_classifier(path) for path in (before, after)]
-    images = _eval_images(classifiers[0], recipe)
-    runs = [_Run(classifier, len(images.classes)) for classifier in classifiers]
+    _, preprocessing, named = classifiers[0]
+    eval_set = open_eval_set(data, split, preprocessing, named=named, batch_size=batch_size, workers=workers)
+    first, second = (_Run(classifier.model, len(eval_set.classes)) for classifier in classifiers)
     changed = done = 0
-    for batch, labels in images.batches():
-        if not done:
-            for run in runs:
-                run.model(batch)  # the first call is slower
-        named = [run.add(batch, labels) for run in (runs if done % 2 else runs[::-1])]
-        changed += int((named[0] != named[1]).sum())
+    for index, (images, labels) in enumerate(eval_set.batches()):
+        if index == 0:
+            for run in (first, second):
+                run.model(images)  # the first call is slower
+        one, other = (run.add(images, labels) for run in ((second, first) if index % 2 else (first, second)))
+        changed += int((one != other).sum())
         done += len(labels)
         if progress is not None:
-            progress(done, images.size)
+            progress(done, eval_set.size)
     if not done:
         raise ValueError(f"there are no images in the {split} split of {data}")
-    first, second = (run.measured(Path(path)) for run, path in zip(runs, (before, after), strict=True))
-    return Comparison(first, second, changed)
-
-
-def _eval_images(classifier: ExportedClassifier, recipe: ClassificationRecipe) -> EvalData:
-    """The evaluation images, prepared for the classifier; one without names takes those of the data."""
-    preprocessing = classifier.preprocessing
-    if not classifier.named:
-        own = replace(recipe, train_split=recipe.eval_split, num_classes=len(preprocessing.classes))
-        preprocessing = replace(preprocessing, classes=class_names(own))
-    return eval_data(recipe, preprocessing)
+    return Comparison(first.measured(Path(before)), second.measured(Path(after)), changed)
 
 
 class _Run:
     """What one file has done so far."""
 
-    def __init__(self, classifier: ExportedClassifier, classes: int) -> None:
-        self.model: Callable[[Tensor], Tensor] = classifier.model
+    def __init__(self, model: ExportedModel, classes: int) -> None:
+        self.model = model
         self._score = Score(classes, "cpu")
         self._seconds: list[float] = []
 
     def add(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Run on a batch; the class of each image, (b,)."""
+        """Run on a batch; the predicted class of each image, (b,)."""
         start = perf_counter()
         logits = self.model(images)
         self._seconds.append((perf_counter() - start) / len(images))

@@ -1,9 +1,4 @@
-"""The model a run starts from: freshly drawn, or from a checkpoint fitted to the run's sizes and classes.
-
-A classifier as it is used after training: a model with the preprocessing that it was trained for.
-
-It comes from a checkpoint or from a file that was exported, and is used alike.
-"""
+"""Classifiers: the model that a run starts from, and a trained one with the preprocessing that it was trained for."""
 
 from __future__ import annotations
 
@@ -19,30 +14,30 @@ from torch import Tensor
 from ..checkpoint import load, load_info
 from ..data.randomness import derive, seeded
 from ..errors import CheckpointError, check_at_least, unknown_name
-from ..export.runtime import ExportedModel, is_exported, load_exported
 from ..models import VisionLongformer
 from ..models.adapt import adapt_state
-from .preprocessing import Preprocessing, preprocessing
+from .preprocessing import Preprocessing
 from .recipe import ClassificationRecipe
 
 
 def initial_model(recipe: ClassificationRecipe, classes: tuple[str, ...]) -> tuple[VisionLongformer, str]:
-    """The model of a recipe for these classes, and a report of what a checkpoint was changed in on the way."""
+    """The model of a recipe for these classes, newly drawn or from a checkpoint, and a report of what was changed."""
     with seeded(derive(recipe.seed, "weights")):
         model = VisionLongformer(recipe.model_config(len(classes)))
     if recipe.init is None:
         return model, ""
     source = load(recipe.init)
     state = source.state_dict()
-    head = _head(state, model, _head_rows(recipe, source, classes))
+    rows = _head_rows(recipe, source, classes)
+    head = _head(state, model, rows)
     state, report = adapt_state({**state, **head}, model, recipe.table_resize, source.config.grids())
     model.load_state_dict(state)
-    kept = sum(row is not None for row in _head_rows(recipe, source, classes))
-    return model, f"{report}\nhead: {kept} of {len(classes)} classes from the checkpoint, the others new"
+    reused = sum(row is not None for row in rows)
+    return model, f"{report}\nhead: {reused} of {len(classes)} classes from the checkpoint, the others new"
 
 
 def _head_rows(recipe: ClassificationRecipe, source: VisionLongformer, classes: tuple[str, ...]) -> list[int | None]:
-    """For each class, the row of the checkpoint's head that knows it."""
+    """For each class, its row in the checkpoint's head; None if it is not among the checkpoint's classes."""
     known = tuple(load_info(str(recipe.init)).get("preprocessing", {}).get("classes", ()))
     if recipe.class_map is not None:
         return _mapped_rows(Path(recipe.class_map), classes, known, source.num_classes)
@@ -51,16 +46,17 @@ def _head_rows(recipe: ClassificationRecipe, source: VisionLongformer, classes: 
 
 
 def _mapped_rows(path: Path, classes: tuple[str, ...], known: tuple[str, ...], count: int) -> list[int | None]:
-    """By a file of ``class of the data: class of the checkpoint``, the latter by name or number."""
+    """The same by a file of ``class of the data: class of the checkpoint``, the latter by name or number."""
     try:
         mapping = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not readable as YAML or JSON: {str(error).splitlines()[0]}") from None
     if not isinstance(mapping, Mapping):
         raise ValueError(f"{path} should hold lines of 'class of the data: class of the checkpoint'")
+    mapping = {str(name): value for name, value in mapping.items()}
     names = {name: index for index, name in enumerate(known)}
     for name in mapping:
-        if str(name) not in classes:
+        if name not in classes:
             raise unknown_name(f"class of the data in {path},", name, classes)
     rows: list[int | None] = []
     for name in classes:
@@ -73,42 +69,28 @@ def _mapped_rows(path: Path, classes: tuple[str, ...], known: tuple[str, ...], c
 
 
 def _head(state: Mapping[str, Tensor], model: VisionLongformer, rows: list[int | None]) -> dict[str, Tensor]:
-    """Weights of the head: known rows from the checkpoint, the others as drawn."""
-    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items() if name.startswith("head.")}
-    if any(name not in state for name in wanted):
-        return wanted
-    width = state["head.weight"].shape[1]
-    if width != wanted["head.weight"].shape[1]:
+    """Weights of the model's head: ``rows`` from the checkpoint, the others as drawn."""
+    head = {name: tensor.clone() for name, tensor in model.state_dict().items() if name.startswith("head.")}
+    if any(name not in state for name in head):
+        return head
+    width, own_width = state["head.weight"].shape[1], head["head.weight"].shape[1]
+    if width != own_width:
         raise CheckpointError(
-            f"the checkpoint's last stage has {width} channels, the model {wanted['head.weight'].shape[1]}; use the "
-            "same model"
+            f"the checkpoint's last stage has {width} channels, the model {own_width}; use the same model"
         )
     new = [index for index, row in enumerate(rows) if row is not None]
     old = torch.tensor([row for row in rows if row is not None], dtype=torch.long)
-    for name, tensor in wanted.items():
+    for name, tensor in head.items():
         tensor[new] = state[name][old].to(tensor.dtype)
-    return wanted
+    return head
 
 
 class Classifier(NamedTuple):
-    """``named`` says whether the checkpoint knows its classes' names; otherwise they are called by their numbers."""
+    """A trained model; ``named`` says whether its classes have names in the checkpoint, or only numbers."""
 
     model: VisionLongformer
     preprocessing: Preprocessing
     named: bool
-
-
-class ExportedClassifier(NamedTuple):
-    """As :class:`Classifier`, of an exported file."""
-
-    model: ExportedModel
-    preprocessing: Preprocessing
-    named: bool
-
-
-def open_classifier(path: str | Path, size: int | None = None) -> Classifier | ExportedClassifier:
-    """The classifier of a checkpoint or of an exported file (``.onnx``, ``.pt2``)."""
-    return load_exported_classifier(path, size) if is_exported(path) else load_classifier(path, size)
 
 
 def load_classifier(checkpoint: str | Path, size: int | None = None) -> Classifier:
@@ -122,30 +104,13 @@ def load_classifier(checkpoint: str | Path, size: int | None = None) -> Classifi
         raise CheckpointError(f"{checkpoint} is no classifier: its model has no classes, only features")
     stored = load_info(checkpoint).get("preprocessing")
     if stored is None:
-        prepare = preprocessing(ClassificationRecipe(), model.config, tuple(map(str, range(count))))
+        preprocessing = Preprocessing.for_model(model.config, [str(number) for number in range(count)])
     else:
-        prepare = Preprocessing.from_dict(stored, str(checkpoint))
-    if len(prepare.classes) != count:
-        raise CheckpointError(f"{checkpoint} names {len(prepare.classes)} classes, but its model has {count}")
+        preprocessing = Preprocessing.from_dict(stored, str(checkpoint))
+    if len(preprocessing.classes) != count:
+        raise CheckpointError(f"{checkpoint} names {len(preprocessing.classes)} classes, but its model has {count}")
     if size is not None:
         check_at_least("size", size, 1)
         model.config.grids((size, size))
-        prepare = replace(prepare, size=(size, size))
-    return Classifier(model, prepare, named=stored is not None)
-
-
-def load_exported_classifier(path: str | Path, size: int | None = None) -> ExportedClassifier:
-    """The classifier of an exported file; one that was exported for a fixed size takes no other ``size``."""
-    model = load_exported(path)
-    data = model.metadata
-    if data["kind"] != "classifier":
-        raise CheckpointError(f"{path} is an exported {data['kind']}; a classifier was asked for")
-    prepare = Preprocessing.from_dict(data, str(path))
-    if size is not None:
-        check_at_least("size", size, 1)
-        if not data["dynamic"] and (size, size) != prepare.size:
-            height, width = prepare.size
-            raise ValueError(f"{path} takes images of {height}×{width} only; export with --dynamic for other sizes")
-        model.config.grids((size, size))
-        prepare = replace(prepare, size=(size, size))
-    return ExportedClassifier(model, prepare, data.get("named", True))
+        preprocessing = replace(preprocessing, size=(size, size))
+    return Classifier(model, preprocessing, named=stored is not None)

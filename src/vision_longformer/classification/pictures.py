@@ -1,4 +1,4 @@
-"""Pictures of results, as PNG files: confusions, a page of predictions, and one image with what it was taken for."""
+"""Pictures of results, as PNG files: confusions, a page of predictions, and one image with its likeliest classes."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def draw_confusion(confusion: Tensor, classes: Sequence[str], path: str | Path, 
 
 def _name_classes(axes: Axes, classes: Sequence[str], accuracies: Sequence[float]) -> None:
     """Names below and at the left, accuracies at the right, thin white lines between cells."""
-    names, places = [shorten(name, 24, placeholder="…") for name in classes], range(len(classes))
-    axes.set_xticks(places, names, rotation=45, ha="right", rotation_mode="anchor")
-    axes.set_yticks(places, names)
+    names, cells = [shorten(name, 24, placeholder="…") for name in classes], range(len(classes))
+    axes.set_xticks(cells, names, rotation=45, ha="right", rotation_mode="anchor")
+    axes.set_yticks(cells, names)
     beside = axes.secondary_yaxis("right")
-    beside.set_yticks(places, [f"{accuracy:.0%}" for accuracy in accuracies])
+    beside.set_yticks(cells, [f"{accuracy:.0%}" for accuracy in accuracies])
     beside.tick_params(length=0, labelcolor=QUIET)
     beside.spines[:].set_visible(False)
-    edges = [place + 0.5 for place in places[:-1]]
+    edges = [cell + 0.5 for cell in cells[:-1]]
     axes.set_xticks(edges, minor=True)
     axes.set_yticks(edges, minor=True)
     axes.grid(which="minor", color="white", linewidth=1)
@@ -102,31 +102,29 @@ def draw_predictions(
     figure = Figure(figsize=(1.75 * columns, 2.25 * rows + 0.7), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False)
     wrong = int((labels != predictions).sum())
-    figure.suptitle(
-        f"{len(images)} images, {wrong} of them taken for something else (framed)", fontsize=13, weight="bold"
-    )
+    figure.suptitle(f"{len(images)} images, {wrong} of them predicted wrongly (framed)", fontsize=13, weight="bold")
     for axes in panels.flat[len(images) :]:
         axes.set_axis_off()
     cells = zip(panels.flat, images, labels.tolist(), predictions.tolist(), probabilities.tolist(), strict=False)
     for axes, image, label, prediction, probability in cells:
         right = label == prediction
         _show(axes, image.permute(1, 2, 0).cpu().numpy(), None if right else WRONG)
-        said = f"{shorten(classes[prediction], 18, placeholder='…')}  {probability:.0%}"
+        predicted = f"{shorten(classes[prediction], 18, placeholder='…')}  {probability:.0%}"
         truth = "" if right else f"is: {shorten(classes[label], 20, placeholder='…')}"
-        axes.set_xlabel(f"{said}\n{truth}", color=RIGHT if right else WRONG, fontsize=9)
+        axes.set_xlabel(f"{predicted}\n{truth}", color=RIGHT if right else WRONG, fontsize=9)
     return save_picture(figure, path, overwrite=overwrite)
 
 
 def draw_prediction(image: Image.Image, prediction: Prediction, path: str | Path, *, overwrite: bool = False) -> Path:
     """An image beside its likeliest classes, as bars."""
-    shown = image.copy()
-    shown.thumbnail((LARGEST_DRAWN, LARGEST_DRAWN))
+    thumbnail = image.copy()
+    thumbnail.thumbnail((LARGEST_DRAWN, LARGEST_DRAWN))
     height = 4.2
-    width = height * min(2.0, max(0.6, shown.width / shown.height))
+    width = height * min(2.0, max(0.6, thumbnail.width / thumbnail.height))
     figure = Figure(figsize=(width + 4.8, height + 0.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(width, 4.8))
     figure.suptitle(Path(prediction.file).name, fontsize=12, weight="bold")
-    _show(left, np.asarray(shown))
+    _show(left, np.asarray(thumbnail))
     _bars(right, prediction)
     return save_picture(figure, path, overwrite=overwrite)
 
@@ -134,12 +132,12 @@ def draw_prediction(image: Image.Image, prediction: Prediction, path: str | Path
 def _bars(axes: Axes, prediction: Prediction) -> None:
     """A bar for each of the first classes, with name and probability above it; the best one in colour."""
     chances = list(zip(prediction.labels, prediction.probabilities, strict=True))[:MOST_BARS]
-    for place, (label, probability) in enumerate(chances):
-        best = place == 0
-        axes.barh(place, 1, height=0.34, color="#eceff3")
-        axes.barh(place, probability, height=0.34, color=RIGHT if best else "#9aa7b5")
-        axes.text(0, place - 0.28, shorten(label, 36, placeholder="…"), va="bottom", weight="bold" if best else None)
-        axes.text(1, place - 0.28, f"{probability:.1%}", va="bottom", ha="right", color=QUIET)
+    for row, (label, probability) in enumerate(chances):
+        best = row == 0
+        axes.barh(row, 1, height=0.34, color="#eceff3")
+        axes.barh(row, probability, height=0.34, color=RIGHT if best else "#9aa7b5")
+        axes.text(0, row - 0.28, shorten(label, 36, placeholder="…"), va="bottom", weight="bold" if best else None)
+        axes.text(1, row - 0.28, f"{probability:.1%}", va="bottom", ha="right", color=QUIET)
     axes.set_xlim(0, 1)
     axes.set_ylim(max(5, len(chances)) - 0.4, -0.75)
     axes.set_axis_off()

@@ -10,7 +10,7 @@ import torch
 
 from ..data.images import decode_image, image_files
 from ..errors import check_at_least
-from .model import open_classifier
+from .export import open_classifier
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Prediction:
 def predict(
     checkpoint: str | Path, images: Sequence[str | Path], *, top: int = 5, size: int | None = None
 ) -> list[Prediction]:
-    """The ``top`` classes of each image, by the own preprocessing of a checkpoint or exported file.
+    """The ``top`` classes of each image, with the preprocessing of the checkpoint or exported file.
 
     A folder stands for the images inside. ``size`` is the side of the square that the model sees of each image, the
     one it was trained with if None. Images run one by one, so that memory does not grow with their number.

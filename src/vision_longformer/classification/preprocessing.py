@@ -1,4 +1,4 @@
-"""From an image to a model's input, as evaluation and prediction do it; a checkpoint carries it with its weights."""
+"""From an image to a model's input, as evaluation and prediction do it; checkpoints and exported files carry it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from ..errors import CheckpointError
 from ..models.config import ModelConfig, size_pair
 from .recipe import ClassificationRecipe
 
-CROP_PCT = 0.875
-CROP_PCT_LARGE = 0.922
-"""Above ``LARGE`` pixels, where the objects of a crop need less of a border."""
 LARGE = 224
+CROP_PCT = 0.875
+"""For models of up to ``LARGE`` pixels."""
+CROP_PCT_LARGE = 0.922
+"""For larger ones, where the objects of a crop need less of a border."""
 
 GREY_MEAN = (0.449,)
 GREY_STD = (0.226,)
@@ -28,11 +29,13 @@ GREY_STD = (0.226,)
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image becomes the model's input, and what its outputs are called.
+    """How an image becomes a model's input, and the names of its outputs.
 
-    - ``size``: (height, width) of the input; ``mean``, ``std``: of its one or three channels, which lie in [0, 1].
+    - ``size``: (height, width) of the input.
+    - ``mean``, ``std``: of its one or three channels, whose values lie in [0, 1] before normalisation.
     - ``crop_pct``: part of the resized image's shorter side that the centre crop keeps.
-    - ``classes``: names of the outputs in order.
+    - ``interpolation``: bicubic, bilinear or nearest.
+    - ``classes``: names of the outputs, in order.
     """
 
     size: tuple[int, int]
@@ -54,11 +57,39 @@ class Preprocessing:
         if not 0 < self.crop_pct <= 1:
             raise ValueError(f"crop_pct is {self.crop_pct}; it must be above 0 and at most 1")
 
+    @classmethod
+    def for_model(
+        cls,
+        config: ModelConfig,
+        classes: Sequence[str],
+        *,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        crop_pct: float | None = None,
+        interpolation: str = "bicubic",
+    ) -> Preprocessing:
+        """For a model's own image size; ImageNet's where nothing else is said."""
+        if config.in_chans not in (1, 3):
+            raise ValueError(f"in_chans is {config.in_chans}; images have 3 channels, or 1 if they are grey")
+        colour = config.in_chans == 3
+        mean = mean or (IMAGENET_DEFAULT_MEAN if colour else GREY_MEAN)
+        std = std or (IMAGENET_DEFAULT_STD if colour else GREY_STD)
+        for name, values in (("mean", mean), ("std", std)):
+            if len(values) != config.in_chans:
+                raise ValueError(f"{name} is {values}, but the model's images have {config.in_chans} channels")
+        if crop_pct is None:
+            crop_pct = CROP_PCT if min(config.img_size) <= LARGE else CROP_PCT_LARGE
+        return cls(config.img_size, mean, std, crop_pct, interpolation, tuple(classes))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of an input."""
+        return len(self.mean), *self.size
+
     def transform(self, size: tuple[int, int] | None = None) -> Callable[[Image.Image], Tensor]:
         """From an RGB image to (C, H, W): shorter side to ``size / crop_pct``, centre crop, normalisation."""
-        height, width = size or self.size
         to_input = create_transform(
-            (len(self.mean), height, width),
+            (len(self.mean), *(size or self.size)),
             interpolation=self.interpolation,
             mean=self.mean,
             std=self.std,
@@ -92,24 +123,15 @@ class Preprocessing:
             raise CheckpointError(f"{source} does not say how images are prepared: {error}") from error
 
 
-def preprocessing(recipe: ClassificationRecipe, config: ModelConfig, classes: Sequence[str]) -> Preprocessing:
+def recipe_preprocessing(recipe: ClassificationRecipe, config: ModelConfig, classes: Sequence[str]) -> Preprocessing:
     """What the recipe says, and ImageNet's where it says nothing."""
-    if config.in_chans not in (1, 3):
-        raise ValueError(f"in_chans is {config.in_chans}; images have 3 channels, or 1 if they are grey")
-    colour = config.in_chans == 3
-    mean = recipe.mean or (IMAGENET_DEFAULT_MEAN if colour else GREY_MEAN)
-    std = recipe.std or (IMAGENET_DEFAULT_STD if colour else GREY_STD)
-    crop_pct = CROP_PCT if min(config.img_size) <= LARGE else CROP_PCT_LARGE
-    for name, values in (("mean", mean), ("std", std)):
-        if len(values) != config.in_chans:
-            raise ValueError(f"{name} is {values}, but the model's images have {config.in_chans} channels")
-    return Preprocessing(
-        size=config.img_size,
-        mean=mean,
-        std=std,
-        crop_pct=crop_pct if recipe.crop_pct is None else recipe.crop_pct,
+    return Preprocessing.for_model(
+        config,
+        classes,
+        mean=recipe.mean,
+        std=recipe.std,
+        crop_pct=recipe.crop_pct,
         interpolation="bicubic" if recipe.interpolation == "random" else recipe.interpolation,
-        classes=tuple(classes),
     )
 
 

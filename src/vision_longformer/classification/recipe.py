@@ -1,4 +1,4 @@
-"""A classification run as data: model, images, augmentation, beside what every training run has."""
+"""Settings of a classification run: images and augmentation, beside what every training run has."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,12 @@ from ..training import run
 from ..training.callbacks import Callback
 from ..training.run import TrainedRun
 from ..training.task import TrainingTask
-from .dataset import class_names, eval_data, train_data
-from .evaluate import AUTOCAST, Result, evaluate_model
+from .dataset import build_train_set, open_eval_set, open_images
+from .evaluate import evaluate_model
+from .metrics import Result
 from .model import initial_model
 from .pictures import draw_confusion, draw_predictions
-from .preprocessing import preprocessing
+from .preprocessing import recipe_preprocessing
 from .recipe import ClassificationRecipe
 
 logger = logging.getLogger(__name__)
@@ -48,16 +48,24 @@ class ClassificationTask(TrainingTask):
     def __init__(self, recipe: ClassificationRecipe, accelerator: Accelerator) -> None:
         self.recipe, self.accelerator = recipe, accelerator
         process = Process(accelerator.process_index, accelerator.num_processes)
-        classes = class_names(recipe)
-        self.model, report = initial_model(recipe, classes)
+        images = open_images(recipe.data, recipe.train_split, num_classes=recipe.num_classes)
+        self.model, report = initial_model(recipe, images.classes)
         if report:
             logger.info("%s", report)
-        self.preprocessing = preprocessing(recipe, self.model.config, classes)
-        self.train_set = train_data(recipe, self.model.config, self.preprocessing, process)
-        self.eval_set = eval_data(recipe, self.preprocessing, process)
+        self.preprocessing = recipe_preprocessing(recipe, self.model.config, images.classes)
+        self.train_set = build_train_set(images, recipe, self.preprocessing, process)
+        self.eval_set = open_eval_set(
+            recipe.data,
+            recipe.eval_split,
+            self.preprocessing,
+            batch_size=recipe.eval_batch_size or max(1, recipe.batch_size // process.count // recipe.accumulate),
+            workers=0 if recipe.in_memory else recipe.workers,
+            skip_bad_images=recipe.skip_bad_images,
+            process=process,
+        )
         self.batches_per_epoch = self.train_set.batches_per_epoch
         self.result: Result | None = None
-        self._mix = _mixing(recipe, len(classes))
+        self._mix = _mixing(recipe, len(images.classes))
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         device = self.accelerator.device
@@ -78,8 +86,8 @@ class ClassificationTask(TrainingTask):
         return loss, {"accuracy": 100 * (logits.argmax(1) == label).float().mean()}
 
     def evaluate(self, progress: Progress) -> dict[str, float]:
-        precision = AUTOCAST[self.recipe.precision]
-        self.result = evaluate_model(self.model, self.eval_set, self.accelerator.device, precision, progress)
+        device, precision = self.accelerator.device, self.recipe.precision
+        self.result = evaluate_model(self.model, self.eval_set, device, precision, progress)
         return {"top1": self.result.top1, "top5": self.result.top5, "loss": self.result.loss}
 
     def save(self, path: Path) -> None:
@@ -88,34 +96,22 @@ class ClassificationTask(TrainingTask):
         if self.accelerator.is_main_process:
             whole = VisionLongformer(self.model.config)
             whole.load_state_dict(state)
-            save(whole, path, info=self.info(), overwrite=True)
-
-    def info(self) -> dict[str, Any]:
-        """What a saved classifier says of itself."""
-        return {"preprocessing": self.preprocessing.to_dict(), "recipe": self.recipe.about}
+            info = {"preprocessing": self.preprocessing.to_dict(), "recipe": self.recipe.about}
+            save(whole, path, info=info, overwrite=True)
 
     def draw(self, folder: Path) -> None:
         """The confusion matrix of the evaluation just made and a page of predictions."""
         classes = self.preprocessing.classes
         if self.result is not None and self.result.confusion is not None:
             draw_confusion(self.result.confusion, classes, folder / "confusion.png", overwrite=True)
-        images, labels = self.some_images
+        images, labels = self.eval_set.examples(PICTURED)
+        if not len(labels):
+            return
         with torch.no_grad():
-            likely = load(folder / "best.safetensors")(images).softmax(1).max(1)
+            likeliest = load(folder / "best.safetensors")(images).softmax(1).max(1)
         pixels = self.preprocessing.denormalise(images)
         path = folder / "predictions.png"
-        draw_predictions(pixels, labels, likely.indices, likely.values, classes, path, overwrite=True)
-
-    @cached_property
-    def some_images(self) -> tuple[Tensor, Tensor]:
-        """Images and labels spread over the evaluation set; kept, since all of it is read for them."""
-        stride, seen, chosen = max(1, self.eval_set.size // PICTURED), 0, []
-        for images, labels in self.eval_set.batches():
-            places = slice(-seen % stride, None, stride)
-            chosen.append((images[places], labels[places]))
-            seen += len(labels)
-        images, labels = (torch.cat(parts)[:PICTURED] for parts in zip(*chosen, strict=True))
-        return images, labels
+        draw_predictions(pixels, labels, likeliest.indices, likeliest.values, classes, path, overwrite=True)
 
     @staticmethod
     def redraws_features(step: int, epoch: int, step_of_epoch: int) -> bool:

@@ -1,4 +1,4 @@
-"""Any image file as what a model is shown: upright, 8 bits, three colours."""
+"""Image files: any of them decoded to upright RGB of 8 bits, and those that a list of paths stands for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 LARGEST = 178_956_970
-"""Pixels of the largest image that is decoded (half a gigabyte of colour); larger ones are taken for attacks."""
+"""Pixels of the largest image that is decoded (half a gigabyte of colour); larger ones are refused as attacks."""
 
 WHITE_OF_INTEGERS = (65535,)
 WHITE_OF_FLOATS = (1, 255, 65535)
@@ -24,7 +24,7 @@ class ImageError(ValueError):
 
 
 def decode_image(file: str | Path | BinaryIO | bytes, name: str | None = None) -> Image.Image:
-    """The first frame as upright RGB: turned as its EXIF data says, transparency shown on white.
+    """The first frame as upright RGB: turned as its EXIF data says, transparency on white.
 
     Values of more than 8 bits are scaled. ``name`` is what an error calls the file; its path by default.
     """
@@ -88,7 +88,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 
 
 def image_files(images: Sequence[str | Path]) -> list[Path]:
-    """The files that are meant: those given, and of folders the images inside, in order of their names."""
+    """Image files that ``images`` stands for: a folder is the images inside, in order of their names."""
     files: list[Path] = []
     for path in map(Path, images):
         if path.is_dir():

@@ -1,88 +1,130 @@
 """Batches made by worker processes.
 
-Batches made by worker processes.
+A worker's exception would arrive wrapped in a traceback; a user's mistake, such as a damaged image, arrives as itself.
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from .images import ImageError
 
+T = TypeVar("T")
+
 Progress = Callable[[int, int], None]
 """Called with how many of how many samples are done."""
-
-
-class DataError(ValueError):
-    """Data that is not as it should be, which is found out when it is read."""
-
-
-UNREADABLE = (ImageError, FileNotFoundError)
-"""Errors of an image that ``skip_bad_images`` passes over."""
-
-USERS_MISTAKES = (DataError, ImageError, OSError)
-"""Errors that are sentences, to be passed on as they are."""
-
 
 Batch = tuple[Tensor, Tensor]
 """Normalised images (b, C, H, W), float32, and labels (b,), int64."""
 
 
-class Loaded(NamedTuple):
-    """Images (b, C, H, W), labels (b,), and how many images had to be passed over for them."""
+class DataError(ValueError):
+    """Data that is not as it should be, which shows only when it is read."""
+
+
+UNREADABLE = (ImageError, FileNotFoundError)
+"""Errors of an image that may be skipped."""
+
+USER_ERRORS = (DataError, ImageError, OSError)
+"""Errors whose message is all that a user needs."""
+
+
+class LabelledBatch(NamedTuple):
+    """A :data:`Batch`, and how many images were skipped while it was made."""
 
     images: Tensor
     labels: Tensor
     skipped: int
 
     @classmethod
-    def of(cls, samples: Sequence[tuple[Tensor, int]], skipped: int) -> Loaded:
+    def collate(cls, samples: Sequence[tuple[Tensor, int]], skipped: int) -> LabelledBatch:
+        """Images (C, H, W) with their labels, stacked; there may be none."""
         images = [image for image, _ in samples]
         labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
         return cls(torch.stack(images) if images else torch.empty(0), labels, skipped)
 
 
-class BatchDataset(Dataset[Any]):
-    """Makes whole batches of what its sampler asks for.
+class BatchLoader(Generic[T]):
+    """``make(request)`` for each of ``requests``, in their order.
 
-    Users' mistakes are returned, not raised: a worker's exception would arrive wrapped in a traceback.
+    Workers live on from one iteration to the next, and ``requests`` may be changed in place in between.
     """
 
-    def __init__(self, make: Callable[[Any], Loaded]) -> None:
+    def __init__(self, make: Callable[[Any], T], requests: Sequence[Any], workers: int) -> None:
+        self._loader = _data_loader(_Requested(make), workers, sampler=requests, persistent_workers=workers > 0)
+
+    def __iter__(self) -> Iterator[T]:
+        return _without_errors(self._loader)
+
+
+class StreamLoader(Generic[T]):
+    """Batches of ``stream(worker, workers)``, which each worker runs with its own number, taken from them in turn.
+
+    Without worker processes, this one is worker 0 of 1.
+    """
+
+    def __init__(self, stream: Callable[[int, int], Iterator[T]], workers: int) -> None:
+        self._loader = _data_loader(_Streamed(stream), workers)
+
+    def __iter__(self) -> Iterator[T]:
+        return _without_errors(self._loader)
+
+
+class _Requested(Dataset[Any]):
+    """Users' mistakes are returned, not raised."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
         self._make = make
 
-    def __getitem__(self, wanted: Any) -> Loaded | Exception:
+    def __getitem__(self, request: Any) -> Any:
         try:
-            return self._make(wanted)
-        except USERS_MISTAKES as error:
+            return self._make(request)
+        except USER_ERRORS as error:
             return error
 
 
-def batch_loader(dataset: Dataset[Any], sampler: Iterable[Any] | None, workers: int) -> DataLoader[Any]:
-    """Items of ``dataset`` as they are, in order; worker processes live on from one iteration to the next.
+class _Streamed(IterableDataset[Any]):
+    """Users' mistakes are yielded, not raised."""
 
-    Its own generator keeps it from drawing from, and so moving on, the global one.
-    """
+    def __init__(self, stream: Callable[[int, int], Iterator[Any]]) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        try:
+            yield from self._stream(worker, workers)
+        except USER_ERRORS as error:
+            yield error
+
+
+def _data_loader(dataset: Dataset[Any], workers: int, **options: Any) -> DataLoader[Any]:
+    """Items of ``dataset`` as they are; a generator of its own keeps it from drawing from the global one."""
     return DataLoader(
         dataset,
         batch_size=None,
-        sampler=sampler,
         num_workers=workers,
-        persistent_workers=workers > 0 and sampler is not None,
         worker_init_fn=_start_worker,
         generator=torch.Generator(),
         pin_memory=torch.cuda.is_available(),
+        **options,
     )
 
 
-def loaded(loader: Iterable[Loaded | Exception]) -> Iterator[Loaded]:
-    """The loader's batches; what went wrong in a worker is raised here."""
+def _start_worker(worker: int) -> None:
+    """One thread each, and an interrupt from the keyboard is left to the main process."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _without_errors(loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's items; one that is an exception is raised."""
     for item in loader:
         if isinstance(item, Exception):
             try:
@@ -90,9 +132,3 @@ def loaded(loader: Iterable[Loaded | Exception]) -> Iterator[Loaded]:
             finally:
                 del item  # its traceback holds this frame: a cycle, in which workers would outlive the loader
         yield item
-
-
-def _start_worker(worker: int) -> None:
-    """One thread each, and an interrupt from the keyboard is left to the main process."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

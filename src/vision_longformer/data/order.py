@@ -1,11 +1,12 @@
-"""Which samples an epoch shows, in which order, and which of them belong to which process.
+"""Which samples an epoch has, in which order, and which of them belong to which process.
 
-Only arithmetic and the seed: a place in a run can be returned to without going through what came before it.
+Only arithmetic and the seed: any micro-batch of a run can be named without going through those before it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,60 +16,70 @@ from .randomness import derive
 
 @dataclass(frozen=True)
 class Process:
-    """One of the processes that train together."""
+    """One of the processes that work together."""
 
     rank: int = 0
     count: int = 1
 
 
+SINGLE_PROCESS = Process()
+
+
+class MicroBatch(NamedTuple):
+    """What a process takes at once: an epoch, and positions in its order."""
+
+    epoch: int
+    positions: range
+
+
 @dataclass(frozen=True)
 class Batching:
-    """How an epoch is cut: global batch ``k`` is positions ``[k * batch, (k + 1) * batch)``.
+    """How an epoch is cut: global batch ``k`` is positions ``[k * batch_size, (k + 1) * batch_size)``.
 
     Processes take consecutive parts of it, and each cuts its part into ``accumulate`` micro-batches; an optimiser
     step therefore sees the same samples however many processes there are.
     """
 
-    batch: int
+    batch_size: int
     accumulate: int
     process: Process
 
     def __post_init__(self) -> None:
         parts = self.process.count * self.accumulate
-        if self.batch % parts:
+        if self.batch_size % parts:
             raise ValueError(
-                f"batch_size is {self.batch}; it must be divisible by {parts} "
+                f"batch_size is {self.batch_size}; it must be divisible by {parts} "
                 f"(processes: {self.process.count}, accumulate: {self.accumulate})"
             )
 
     @property
-    def micro_batch(self) -> int:
+    def micro_batch_size(self) -> int:
         """Samples that a process takes at once."""
-        return self.batch // self.process.count // self.accumulate
+        return self.batch_size // self.process.count // self.accumulate
 
     def micro_batches(self, samples: int) -> int:
         """Micro-batches of a process in an epoch of so many samples; refuses less than a whole global batch."""
-        if samples < self.batch:
-            raise ValueError(f"batch_size is {self.batch}, but there are only {samples} images to train on")
-        return samples // self.batch * self.accumulate
+        if samples < self.batch_size:
+            raise ValueError(f"batch_size is {self.batch_size}, but there are only {samples} images to train on")
+        return samples // self.batch_size * self.accumulate
 
-    def positions(self, number: int) -> range:
-        """Positions in the epoch of this process's micro-batch ``number``."""
-        step, part = divmod(number, self.accumulate)
-        start = step * self.batch + (self.process.rank * self.accumulate + part) * self.micro_batch
-        return range(start, start + self.micro_batch)
+    def positions(self, micro_batch_index: int) -> range:
+        """Positions in the epoch of one of this process's micro-batches, counted from 0 in the epoch."""
+        step, part = divmod(micro_batch_index, self.accumulate)
+        start = step * self.batch_size + (self.process.rank * self.accumulate + part) * self.micro_batch_size
+        return range(start, start + self.micro_batch_size)
 
 
-def epoch_order(samples: int, seed: int, epoch: int, batch: int, repeats: int = 1) -> Tensor:
+def epoch_order(samples: int, seed: int, epoch: int, batch_size: int, repeats: int = 1) -> Tensor:
     """Indices of samples by position in the epoch, (samples,).
 
-    With ``repeats``, that many positions of a global batch show the same image, and as many images less are shown in
-    the epoch. Copies are ``batch / repeats`` apart, so that processes, if there are enough, have one each.
+    With ``repeats``, that many positions of a global batch have the same image, and the epoch has accordingly fewer
+    images. Copies are ``batch_size / repeats`` apart, so that processes, if there are enough, have one each.
     """
     generator = torch.Generator().manual_seed(derive(seed, "order", epoch))
     order = torch.randperm(samples, generator=generator)
     if repeats == 1:
         return order
     copies = order[: -(-samples // repeats)].repeat_interleave(repeats)[:samples]
-    dealt = [part[copy::repeats] for part in copies.split(batch) for copy in range(repeats)]
+    dealt = [part[copy::repeats] for part in copies.split(batch_size) for copy in range(repeats)]
     return torch.cat(dealt)

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 
-def derive(*place: int | str) -> int:
-    """A seed below 2⁶³ from a run's seed and a place in it, such as ``derive(seed, "mixup", step)``."""
-    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+def derive(*key: int | str) -> int:
+    """A seed below 2⁶³ from a run's seed and a position in the run, such as ``derive(seed, "mix", step)``."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Python's, numpy's and torch's generators of the CPU seeded meanwhile, and afterwards as they were before.
+    """Python's, numpy's and torch's CPU generators are seeded inside, and afterwards as they were before.
 
     For libraries that draw from global generators, as timm's augmentation does.
     """

@@ -1,4 +1,4 @@
-"""WebDataset shards: tar files in which the image and the label of a sample lie beside each other."""
+"""WebDataset shards: tar files in which the image and the label of a sample lie beside each other, read as streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import random
 import re
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +21,35 @@ from .loading import DataError
 from .sources import check_undivided, split_names
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+"""Such as ``{000..099}``."""
+
+
+class ShardSource:
+    """The shards of a split of ``wds/PATTERN``; they name no classes, which are ``classes`` or else numbers.
+
+    A pattern may hold ranges, as ``train-{000..099}.tar``, ``*`` and ``{split}``; a folder holds ``<split>-*.tar`` or
+    ``<split>/*.tar``.
+    """
+
+    def __init__(
+        self, data: str, split: str, *, classes: Sequence[str] | None = None, num_classes: int | None = None
+    ) -> None:
+        if classes is None:
+            if num_classes is None:
+                raise ValueError(f"{data} is streamed; say how many classes there are: num_classes")
+            classes = [str(number) for number in range(num_classes)]
+        self.data = data
+        self.classes = tuple(classes)
+        self.paths = _find_shards(data, split)
+
+    def samples(self, paths: Iterable[str]) -> Iterator[Sample]:
+        """Samples of some of the shards, in order."""
+        for path in paths:
+            yield from _shard_samples(path, len(self.classes))
+
+    def count_samples(self) -> int:
+        """How many samples there are in all shards; reads no more than the names of their files."""
+        return sum(map(_count_samples, self.paths))
 
 
 class Sample(NamedTuple):
@@ -31,12 +60,7 @@ class Sample(NamedTuple):
     label: int
 
 
-def find_shards(data: str, split: str) -> list[str]:
-    """Paths of the shards of ``wds/PATTERN``.
-
-    A pattern may hold ranges, as ``train-{000..099}.tar``, ``*`` and ``{split}``; a folder holds ``<split>-*.tar`` or
-    ``<split>/*.tar``.
-    """
+def _find_shards(data: str, split: str) -> list[str]:
     pattern = data.removeprefix("wds/")
     if Path(pattern).is_dir():
         patterns = [f"{pattern}/{name}{rest}" for name in split_names(split) for rest in ("-*.tar", "/*.tar")]
@@ -57,48 +81,46 @@ def find_shards(data: str, split: str) -> list[str]:
 
 def _ranges(pattern: str) -> list[str]:
     """The pattern with its first ``{000..099}``, and so all of them, written out."""
-    found = RANGE.search(pattern)
-    if found is None:
+    match = RANGE.search(pattern)
+    if match is None:
         return [pattern]
-    first, last = found.groups()
+    first, last = match.groups()
     numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
-    return [name for number in numbers for name in _ranges(pattern[: found.start()] + number + pattern[found.end() :])]
+    return [name for number in numbers for name in _ranges(pattern[: match.start()] + number + pattern[match.end() :])]
 
 
-def shard_samples(shard: str, num_classes: int) -> Iterator[Sample]:
-    """Samples of a shard in order, read as a stream."""
-    images = {kind.removeprefix(".") for kind in get_img_extensions(as_set=True)}
+def _shard_samples(shard: str, num_classes: int) -> Iterator[Sample]:
+    images = {suffix.removeprefix(".") for suffix in get_img_extensions(as_set=True)}
     for key, files in groupby(_files(shard), key=lambda file: file[0]):
-        parts = {kind: content for _, kind, content in files}
+        parts = {suffix: content for _, suffix, content in files}
         name = f"{shard}/{key}"
-        image = next((content for kind, content in parts.items() if kind.rpartition(".")[2] in images), None)
+        image = next((content for suffix, content in parts.items() if suffix.rpartition(".")[2] in images), None)
         if image is None:
             raise DataError(f"{name} has no image, only {', '.join(parts)}")
         yield Sample(name, image, _label(name, parts, num_classes))
 
 
-def count_samples(shard: str) -> int:
-    """How many samples there are in a shard; reads no more than the names."""
+def _count_samples(shard: str) -> int:
     with _refusing_damage(shard), tarfile.open(shard) as archive:
         return len({_key(info.name)[0] for info in archive if info.isfile()})
 
 
 def shuffled(samples: Iterable[Sample], generator: random.Random, buffer_size: int) -> Iterator[Sample]:
-    """The samples, each swapped with a random one of those that wait in a buffer."""
+    """The samples in another order: each waits in a buffer until a later one draws its slot."""
     buffer: list[Sample] = []
     for sample in samples:
         if len(buffer) < buffer_size:
             buffer.append(sample)
             continue
-        place = generator.randrange(buffer_size)
-        yield buffer[place]
-        buffer[place] = sample
+        slot = generator.randrange(buffer_size)
+        yield buffer[slot]
+        buffer[slot] = sample
     generator.shuffle(buffer)
     yield from buffer
 
 
 def _files(shard: str) -> Iterator[tuple[str, str, bytes]]:
-    """Key, kind and content of each file of a tar file."""
+    """Key, suffix and content of each file of a tar file."""
     with _refusing_damage(shard), tarfile.open(shard, "r|") as archive:
         for info in archive:
             file = archive.extractfile(info) if info.isfile() else None
@@ -115,10 +137,10 @@ def _refusing_damage(shard: str) -> Iterator[None]:
 
 
 def _key(path: str) -> tuple[str, str]:
-    """``folder/0001.seg.PNG`` is of sample ``folder/0001`` and kind ``seg.png``."""
+    """``folder/0001.seg.PNG`` is of sample ``folder/0001`` and has the suffix ``seg.png``."""
     folder, slash, name = path.rpartition("/")
-    stem, _, kind = name.partition(".")
-    return folder + slash + stem, kind.lower()
+    stem, _, suffix = name.partition(".")
+    return folder + slash + stem, suffix.lower()
 
 
 def _label(name: str, parts: dict[str, bytes], num_classes: int) -> int:

@@ -1,14 +1,6 @@
-"""Names of splits: data sets call the same thing by different names.
+"""Labelled images with random access: arrays, folders, archives, and the data sets of other libraries.
 
-Data sets with random access: one protocol, and what is behind a recipe's ``data``.
-
-Data sets that are arrays: ``.npz`` files, the built-in one among them.
-
-A folder with a folder for each class.
-
-Tar and zip files with a folder for each class, read in any order without being unpacked.
-
-Data sets of other libraries: Hugging Face's and torchvision's, through timm.
+:func:`open_source` opens any of them by the text that a recipe or a command calls it by.
 """
 
 from __future__ import annotations
@@ -34,10 +26,11 @@ from .loading import DataError
 
 TRAINING = ("train", "training")
 EVALUATION = ("validation", "val", "valid", "eval", "test")
+"""Names by which data sets call the same split."""
 
 
 def split_names(split: str) -> tuple[str, ...]:
-    """Names that a split may have in the data, its own first."""
+    """Names that a split may have in the data, the one asked for first."""
     for group in (TRAINING, EVALUATION):
         if split in group:
             return (split, *(name for name in group if name != split))
@@ -45,29 +38,33 @@ def split_names(split: str) -> tuple[str, ...]:
 
 
 def check_undivided(data: str, split: str) -> None:
-    """Refuse to take data without splits for anything but training data: a run would be judged by what it learned."""
+    """Refuse data without splits for anything but training: a run would be evaluated on what it has learned."""
     if split not in TRAINING:
         raise ValueError(f"{data} has no split {split!r}; ask for split 'train' if all of it is meant")
 
 
 class Source(Protocol):
-    """Labelled images by number."""
+    """Labelled images by index."""
 
     classes: tuple[str, ...]
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """An RGB image and the number of its class; raises :class:`ImageError` if there is no reading it."""
+        """An RGB image and the number of its class; raises :class:`ImageError` if it cannot be read."""
         ...
 
 
 def open_source(
     data: str, split: str, *, classes: Sequence[str] | None = None, num_classes: int | None = None
 ) -> Source:
-    """The ``split`` of ``data``; ``classes`` are those that it must have, if they are known already.
+    """The ``split`` of ``data``.
 
-    ``num_classes`` says how many there are where the data does not name them, and is checked where it does.
+    Args:
+        data: a folder, .npz, .tar or .zip file, hfds/NAME, torch/NAME:FOLDER, or the built-in fashion-mnist.
+        split: which part of it.
+        classes: those that the data must have, in order; they serve as names where it has none.
+        num_classes: how many there are where the data does not name them; verified where it does.
     """
     source = _open(data, split, classes, num_classes)
     if num_classes not in (None, len(source.classes)):
@@ -97,18 +94,20 @@ def _open(data: str, split: str, classes: Sequence[str] | None, num_classes: int
     return ArchiveSource(archive, split) if archive else FolderSource(path, split)
 
 
-def check_classes(data: str, found: Sequence[str], expected: Sequence[str]) -> None:
-    """Refuse data whose classes are others, or other in order, than those that the model has learned."""
-    if tuple(found) == tuple(expected):
+def check_classes(data: str, classes: Sequence[str], expected: Sequence[str]) -> None:
+    """Refuse data unless its ``classes`` are the ``expected`` ones, those of the model, in the same order."""
+    if tuple(classes) == tuple(expected):
         return
     for name in expected:
-        if name not in found:
+        if name not in classes:
             raise ValueError(f"{data} lacks class {name!r}, which the model has")
-    for name in found:
+    for name in classes:
         if name not in expected:
             raise ValueError(f"{data} has class {name!r}, which the model lacks")
-    raise ValueError(f"{data} has the model's classes in another order: {', '.join(found[:5])}, …")
+    raise ValueError(f"{data} has the model's classes in another order: {', '.join(classes[:5])}, …")
 
+
+# Arrays: .npz files, the built-in one among them
 
 FASHION_MNIST_CLASSES = (
     "T-shirt/top",
@@ -191,10 +190,13 @@ def _prefix(path: Path, split: str, keys: Sequence[str]) -> str:
     raise ValueError(f"{path} has no arrays {split}_x and {split}_y, only {', '.join(keys) or 'nothing'}")
 
 
+# Folders
+
+
 class FolderSource:
     """``<data>/<split>/<class>/*.jpg`` and so on, or ``<data>/<class>/*.jpg`` for training.
 
-    Files are not looked for until they are needed, for the names of the classes are often all that is.
+    Files are listed when they are first needed; often only the names of the classes are.
     """
 
     def __init__(self, data: Path, split: str) -> None:
@@ -212,9 +214,9 @@ class FolderSource:
             samples = list(ReaderImageFolder(str(self.folder), class_map=numbers).samples)
         except RuntimeError:  # timm's for no images at all
             samples = []
-        found = {label for _, label in samples}
+        with_images = {label for _, label in samples}
         for number, name in enumerate(self.classes):
-            if number not in found:
+            if number not in with_images:
                 raise ValueError(f"class {name!r} is empty: there are no images in {self.folder / name}")
         return samples
 
@@ -237,6 +239,9 @@ def _split_folder(data: Path, split: str) -> Path:
         raise FileNotFoundError(f"{data} has no folder {split!r}, only {', '.join(divided)}")
     check_undivided(str(data), split)
     return data
+
+
+# Tar and zip files, read in any order without being unpacked
 
 
 class Member(NamedTuple):
@@ -308,7 +313,7 @@ def _split_members(archive: Path, split: str, members: tuple[Member, ...]) -> tu
 
 @lru_cache(maxsize=4)
 def _image_members(archive: Path, modified: int) -> tuple[Member, ...]:
-    """Its images in natural order; ``modified`` tells versions of the file apart in the cache."""
+    """Its images in natural order; ``modified`` keeps an older version of the file out of the cache."""
     try:
         with archive.open("rb") as file:
             members = list(_zip_members(file) if archive.suffix == ".zip" else _tar_members(file))
@@ -346,8 +351,11 @@ def _open_zip(archive: Path, process: int) -> zipfile.ZipFile:
     return zipfile.ZipFile(archive)
 
 
+# Data sets of other libraries
+
+
 class ReaderSource:
-    """A sequence of (image, label), where an image is a file or a picture of Pillow."""
+    """A sequence of (image, label), where an image is an open file or Pillow's."""
 
     def __init__(self, items: Any, classes: Sequence[str] | None, name: str) -> None:
         if classes is None:
