@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
@@ -67,13 +72,9 @@ class Checkpointer:
         """Load a checkpoint, into one process or a share of it into each of several."""
         state = load_state(path)
         options = StateDictOptions(full_state_dict=True, strict=True)
-        set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=options,
-        )
+        if state["optimizer"]["state"]:  # SGD without momentum has none, which torch does not load
+            set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"], options=options)
+        set_model_state_dict(self._model, state["model"], options=options)
         if self._average is not None:
             self._average.load(state["average"])
         if self._accelerator.scaler is not None:
