@@ -31,11 +31,11 @@ from vision_longformer.explain import (
     explain,
     global_maps,
     global_rows,
+    rollout,
     token_maps,
     write_page,
 )
-from vision_longformer.explain import weights as rollout
-from vision_longformer.explain.explanation import check_point, seen_part
+from vision_longformer.explain.explanation import centre_view, input_point
 from vision_longformer.explain.page import affordable
 from vision_longformer.explain.pictures import LINE
 from vision_longformer.explain.weights import under_patches
@@ -78,6 +78,11 @@ def _attended(layer: Layer, matrix: Tensor) -> Tensor:
     return output
 
 
+def _output(layer: Layer) -> Tensor:
+    """What the layer itself computes, (G + N, dim)."""
+    return layer.attention(layer.tokens[None], layer.grid, layer.neighbours)[0]
+
+
 # Weights
 
 
@@ -88,7 +93,7 @@ def test_weights_are_those_of_the_layer(name: str) -> None:
         matrix = _matrix(layer)
         assert_close(matrix.sum(-1), torch.ones_like(matrix[..., 0]), 1e-12, "sum of a row")
         assert matrix.min() >= 0
-        assert_close(_attended(layer, matrix), layer.attention(layer.tokens[None], layer.grid)[0], 1e-10)
+        assert_close(_attended(layer, matrix), _output(layer), 1e-10)
 
 
 @pytest.mark.parametrize("options", [{}, {"eval_neighbours": "self"}])
@@ -101,7 +106,7 @@ def test_wrapped_windows(mechanism: cfg.Longformer, size: tuple[int, int], optio
     for layer in _layers(model, *size):
         matrix = _matrix(layer)
         assert matrix.sum(-1).max() <= 1 + 1e-12
-        assert_close(_attended(layer, matrix), layer.attention(layer.tokens[None], layer.grid)[0], 1e-10)
+        assert_close(_attended(layer, matrix), _output(layer), 1e-10)
 
 
 @pytest.mark.parametrize("rule", ["chunk", "exact"])
@@ -148,6 +153,16 @@ def test_the_model_is_left_as_it_was() -> None:
     assert torch.equal(model(pixels), before)
 
 
+def test_stages_of_a_pruned_backbone() -> None:
+    """Backbones of detectors may lack their last stages."""
+    model = build("vil").eval()
+    model.prune_intermediate_layers([0, 1])
+    layers = capture(model, image(batch=1))
+    assert [(layer.stage, layer.block, layer.stride, tuple(layer.grid)) for layer in layers] == [
+        (1, 1, 4, (16, 16)), (2, 1, 8, (8, 8))
+    ]  # fmt: skip
+
+
 # Rollout
 
 
@@ -163,7 +178,7 @@ def _patch_matrix(coarse: Grid, patch: int, fine: Grid) -> Tensor:
 def test_rollout_is_a_product_of_matrices(name: str) -> None:
     model = build(name)
     layers = _layers(model)
-    found = rollout(layers, model.config)
+    result = rollout(layers, model.config)
     tokens = layers[-1].tokens.shape[0]
     shares = torch.full((tokens,), 1 / tokens, dtype=torch.float64)
     if model.config.global_pool == "token":
@@ -173,14 +188,14 @@ def test_rollout_is_a_product_of_matrices(name: str) -> None:
         shares = shares @ (0.5 * _matrix(layer).mean(0) + 0.5 * identity)
         if layer.block == 1:
             learned, local = shares.split([layer.global_tokens, layer.grid.tokens])
-            assert_close(found.maps[layer.stage - 1].flatten(), local, 1e-12, f"stage {layer.stage}")
+            assert_close(result.maps[layer.stage - 1].flatten(), local, 1e-12, f"stage {layer.stage}")
         if before is not None and before.stage < layer.stage:
             patch = model.config.stages[before.stage].patch
             carried = learned if name == "carried" else torch.zeros(before.global_tokens).double()
             shares = torch.cat([carried, local @ _patch_matrix(layer.grid, patch, before.grid)])
-    assert found.learned == pytest.approx(1 - float(found.maps[0].sum()), abs=1e-15)
+    assert result.learned == pytest.approx(1 - float(result.maps[0].sum()), abs=1e-15)
     if name == "vil_no_tokens":
-        assert found.learned == pytest.approx(0, abs=1e-12)
+        assert result.learned == pytest.approx(0, abs=1e-12)
 
 
 def test_shares_under_patches() -> None:
@@ -229,9 +244,9 @@ def test_points_are_where_the_model_sees_them(
     pixels[y - 2 : y + 3, x - 2 : x + 3] = 255
     seen = preprocessing.denormalise(preprocessing.transform()(Image.fromarray(pixels))[None])[0, 0].double()
     middles = torch.arange(48) + 0.5
-    found = float((seen.sum(0) * middles).sum() / seen.sum()), float((seen.sum(1) * middles).sum() / seen.sum())
-    view = seen_part((size[1], size[0]), preprocessing.size, preprocessing.crop_pct)
-    assert check_point((x, y), (size[1], size[0]), view) == pytest.approx(found, abs=0.6)
+    centre = float((seen.sum(0) * middles).sum() / seen.sum()), float((seen.sum(1) * middles).sum() / seen.sum())
+    view = centre_view((size[1], size[0]), preprocessing.size, preprocessing.crop_pct)
+    assert input_point((x, y), (size[1], size[0]), view) == pytest.approx(centre, abs=0.6)
 
 
 def test_what_is_explained(explanation: Explanation, photo: Path) -> None:
@@ -268,15 +283,15 @@ def _row(stage: dict[str, Any], head: dict[str, str], cell: tuple[int, int]) -> 
     lines = [
         [(position, strip) for strip in stage[axis] for position in strip["stored"]] for axis in ("rows", "columns")
     ]
-    weights, start, found = b64decode(head["weights"]), 0, torch.zeros(*stage["grid"])
+    weights, start, spread = b64decode(head["weights"]), 0, torch.zeros(*stage["grid"])
     largest = np.frombuffer(b64decode(head["largest"]), "<f4")
     for index, (row, column) in enumerate((row, column) for row in lines[0] for column in lines[1]):
         shape = len(row[1]["seen"]), len(column[1]["seen"])
         if (row[0], column[0]) == cell:
             steps = torch.frombuffer(bytearray(weights[start : start + shape[0] * shape[1]]), dtype=torch.uint8)
-            place = torch.tensor(row[1]["seen"])[:, None], torch.tensor(column[1]["seen"])
-            found[place] = steps.view(shape) * float(largest[index]) / 255
-            return found
+            cells = torch.tensor(row[1]["seen"])[:, None], torch.tensor(column[1]["seen"])
+            spread[cells] = steps.view(shape) * float(largest[index]) / 255
+            return spread
         start += shape[0] * shape[1]
     raise KeyError(cell)
 

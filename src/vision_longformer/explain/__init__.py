@@ -4,7 +4,7 @@
 >>> explanation = explain("best.safetensors", "photo.jpg", point=(120, 80))
 >>> draw(explanation, "photo.png"), write_page(explanation, "photo.html")
 
-For models and tensors of your own: :func:`capture` notes the layers, :func:`token_maps` and :func:`global_maps` give
+For models and tensors of your own: :func:`capture` records the layers, :func:`token_maps` and :func:`global_maps` give
 their weights, :func:`rollout` their composition.
 """
 

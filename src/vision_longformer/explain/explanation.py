@@ -1,7 +1,4 @@
-"""Where a pixel of an image file is in what the model sees of it: the centre of the image, resized.
-
-What a classifier attends to in an image file, ready to be drawn.
-"""
+"""What a classifier attends to in an image file, ready to be drawn; and where a pixel of the file is in its input."""
 
 from __future__ import annotations
 
@@ -23,60 +20,14 @@ from ..errors import CheckpointError
 from .layers import Layer, capture
 from .weights import Progress, Rollout, rollout
 
+TOP_CLASSES = 3
+"""Predicted classes that are named."""
 
-class View(NamedTuple):
-    """A pixel (x, y) of the file is at ``(x + 0.5) * scale - left``, ``(y + 0.5) * scale - top`` of the input.
+MOST_DETAIL = 4
+"""How many times finer than the model's input an image is drawn, if its file is that fine."""
 
-    ``size`` is the input's (height, width).
-    """
-
-    scale: float
-    left: float
-    top: float
-    size: tuple[int, int]
-
-    def inside(self, point: tuple[float, float]) -> tuple[float, float]:
-        """A pixel (x, y) of the file in the input's pixels."""
-        x, y = point
-        return (x + 0.5) * self.scale - self.left, (y + 0.5) * self.scale - self.top
-
-    def seen(self, length: int, axis: int) -> range:
-        """Which pixels of the file along its width (axis 0) or height (1), ``length`` long, the input shows."""
-        before, side = (self.left, self.top)[axis], self.size[1 - axis]
-        first, last = math.ceil(before / self.scale - 0.5), math.ceil((before + side) / self.scale - 0.5)
-        return range(max(0, first), min(length, last))
-
-
-def seen_part(image: tuple[int, int], size: tuple[int, int], crop_pct: float) -> View:
-    """The view of an image of (width, height) for an input of ``size`` (height, width).
-
-    As the preprocessing does it: resize so that the image just covers ``size / crop_pct``, then crop the centre.
-    """
-    width, height = image
-    rows, columns = size
-    scale = max(math.floor(rows / crop_pct) / height, math.floor(columns / crop_pct) / width)
-    return View(scale, (width * scale - columns) / 2, (height * scale - rows) / 2, size)
-
-
-def check_point(point: tuple[int, int] | None, image: tuple[int, int], view: View) -> tuple[float, float]:
-    """A pixel of the file, its middle if None, in the input's pixels; one that the model does not see is refused."""
-    columns, rows = (view.seen(length, axis) for axis, length in enumerate(image))
-    if point is None:
-        point = image[0] // 2, image[1] // 2
-    elif point[0] not in columns or point[1] not in rows:
-        raise ValueError(
-            f"point is {point[0]},{point[1]}; of this image of {image[0]}×{image[1]} pixels the model sees "
-            f"x from {columns.start} to {columns.stop - 1} and y from {rows.start} to {rows.stop - 1}"
-        )
-    return view.inside(point)
-
-
-SHOWN_CLASSES = 3
-SHARPEST = 4
-"""How many times finer than the model's input an image is shown, if its file is that fine."""
-
-SHOWN_SIDE = 900
-"""Pixels of the longer side beyond which an image is not shown finer."""
+LONGEST_SIDE = 900
+"""Pixels of the longer side beyond which an image is not drawn finer."""
 
 
 @dataclass(frozen=True)
@@ -109,23 +60,23 @@ def explain(
     size: int | None = None,
     progress: Progress | None = None,
 ) -> Explanation:
-    """Look at an image with a classifier and keep what its attention did.
+    """Look at an image with a classifier and record what its attention did.
 
     ``point`` is a pixel (x, y) of the image file, its middle if None. ``size`` is the side of the square that the model
-    sees, its own if None. ``progress`` is told how many layers of how many are done.
+    sees, its own if None. ``progress`` is called with the number of layers done and of all layers.
     """
     decoded = decode_image(image)
     model, preprocessing, _ = _load(checkpoint, size)
-    view = seen_part(decoded.size, preprocessing.size, preprocessing.crop_pct)
-    chosen = check_point(point, decoded.size, view)
+    view = centre_view(decoded.size, preprocessing.size, preprocessing.crop_pct)
+    chosen = input_point(point, decoded.size, view)
     pixels = preprocessing.transform()(decoded)[None]
     layers = capture(model, pixels)
     with torch.no_grad():
         probabilities = model(pixels)[0].double().softmax(0)
-    shown = preprocessing.transform(_shown_size(preprocessing.size, view))(decoded)
+    finer = preprocessing.transform(_drawn_size(preprocessing.size, view))(decoded)
     return Explanation(
         _prediction(str(image), probabilities, preprocessing.classes),
-        _to_image(preprocessing.denormalise(shown[None])[0]),
+        _to_image(preprocessing.denormalise(finer[None])[0]),
         preprocessing.size,
         chosen,
         tuple(layers),
@@ -153,18 +104,65 @@ def _is_detector(checkpoint: str | Path) -> bool:
     return True
 
 
-def _shown_size(size: tuple[int, int], view: View) -> tuple[int, int]:
-    """A multiple of the model's input, as fine as the file is, within limits."""
-    finer = max(1, min(SHARPEST, round(1 / view.scale), SHOWN_SIDE // max(size)))
-    return size[0] * finer, size[1] * finer
-
-
 def _prediction(file: str, probabilities: Tensor, classes: Sequence[str]) -> Prediction:
     best = probabilities.sort(descending=True, stable=True)
-    labels = tuple(classes[index] for index in best.indices[:SHOWN_CLASSES].tolist())
-    return Prediction(file, labels, tuple(best.values[:SHOWN_CLASSES].tolist()))
+    labels = tuple(classes[index] for index in best.indices[:TOP_CLASSES].tolist())
+    return Prediction(file, labels, tuple(best.values[:TOP_CLASSES].tolist()))
+
+
+def _drawn_size(size: tuple[int, int], view: View) -> tuple[int, int]:
+    """A multiple of the model's input, as fine as the file is, within limits."""
+    finer = max(1, min(MOST_DETAIL, round(1 / view.scale), LONGEST_SIDE // max(size)))
+    return size[0] * finer, size[1] * finer
 
 
 def _to_image(pixels: Tensor) -> Image.Image:
     """uint8 (1 or 3, H, W) as an RGB image."""
     return Image.fromarray(pixels.expand(3, -1, -1).permute(1, 2, 0).numpy())
+
+
+class View(NamedTuple):
+    """A pixel (x, y) of the file is at ``(x + 0.5) * scale - left``, ``(y + 0.5) * scale - top`` of the input.
+
+    ``size`` is the input's (height, width).
+    """
+
+    scale: float
+    left: float
+    top: float
+    size: tuple[int, int]
+
+    def to_input(self, point: tuple[float, float]) -> tuple[float, float]:
+        """A pixel (x, y) of the file in the input's pixels."""
+        x, y = point
+        return (x + 0.5) * self.scale - self.left, (y + 0.5) * self.scale - self.top
+
+    def visible(self, length: int, axis: int) -> range:
+        """Which pixels of the file along its width (axis 0) or height (1), ``length`` long, the input shows."""
+        before, side = (self.left, self.top)[axis], self.size[1 - axis]
+        first, last = math.ceil(before / self.scale - 0.5), math.ceil((before + side) / self.scale - 0.5)
+        return range(max(0, first), min(length, last))
+
+
+def centre_view(image: tuple[int, int], size: tuple[int, int], crop_pct: float) -> View:
+    """The view of an image of (width, height) for an input of ``size`` (height, width).
+
+    As the preprocessing does it: resize so that the image just covers ``size / crop_pct``, then crop the centre.
+    """
+    width, height = image
+    rows, columns = size
+    scale = max(math.floor(rows / crop_pct) / height, math.floor(columns / crop_pct) / width)
+    return View(scale, (width * scale - columns) / 2, (height * scale - rows) / 2, size)
+
+
+def input_point(point: tuple[int, int] | None, image: tuple[int, int], view: View) -> tuple[float, float]:
+    """A pixel of the file, its middle if None, in the input's pixels; one that the model does not see is refused."""
+    columns, rows = (view.visible(length, axis) for axis, length in enumerate(image))
+    if point is None:
+        point = image[0] // 2, image[1] // 2
+    elif point[0] not in columns or point[1] not in rows:
+        raise ValueError(
+            f"point is {point[0]},{point[1]}; of this image of {image[0]}×{image[1]} pixels the model sees "
+            f"x from {columns.start} to {columns.stop - 1} and y from {rows.start} to {rows.stop - 1}"
+        )
+    return view.to_input(point)

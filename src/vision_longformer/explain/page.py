@@ -1,9 +1,8 @@
-"""The weights of all tokens in few bytes, for a page: each row in 255 steps of its largest weight.
+"""An explanation as one HTML file to explore: what the token under the mouse attends to. It needs nothing else.
 
-What would still be too large is made coarser, stage by stage, the largest first: only the last layer, then only the
-mean of the heads, then only every second, fourth, … token along each axis as a query. Keys are never made coarser.
-
-An explanation as one HTML file to explore: what the token under the mouse attends to. It needs nothing else.
+The weights of all tokens are in it, each row in 255 steps of its largest weight. What would still be too large is made
+coarser, stage by stage, the largest first: only the last layer, then only the mean of the heads, then only every
+second, fourth, … token along each axis as a query. Keys are never made coarser.
 """
 
 from __future__ import annotations
@@ -29,113 +28,6 @@ from .explanation import Explanation
 from .layers import Layer, Strip
 from .pictures import LINE, chosen_heads, chosen_layers, heat
 from .weights import Progress, global_maps, local_rows
-
-
-@dataclass(frozen=True)
-class Detail:
-    """What is kept of a stage: the layers, whether each head or their mean, and every how many-th query."""
-
-    layers: tuple[Layer, ...]
-    each_head: bool = True
-    step: int = 1
-
-    @property
-    def size(self) -> int:
-        """Bytes of the weights."""
-        layer = self.layers[0]
-        down, across = (
-            sum(len(stored(strip, self.step)) * len(strip.seen) for strip in strips) for strips in layer.strips
-        )
-        return down * across * len(self.layers) * (layer.heads if self.each_head else 1)
-
-    def coarser(self) -> Detail:
-        """The next smaller amount of detail."""
-        if len(self.layers) > 1:
-            return replace(self, layers=self.layers[-1:])
-        if self.each_head and self.layers[0].heads > 1:
-            return replace(self, each_head=False)
-        return replace(self, step=2 * self.step)
-
-
-def affordable(stages: Sequence[Sequence[Layer]], budget: int) -> list[Detail]:
-    """As much detail of each stage as fits into ``budget`` bytes together."""
-    details = [Detail(tuple(layers)) for layers in stages]
-    while sum(detail.size for detail in details) > budget:
-        largest = max(range(len(details)), key=lambda index: details[index].size)
-        details[largest] = details[largest].coarser()
-        if not details[largest].size:
-            raise ValueError(
-                f"{budget} bytes have no room for the weights of one token per stage; give a larger budget"
-            )
-    return details
-
-
-def stored(strip: Strip, step: int) -> list[int]:
-    """The positions of a strip whose weights are kept: those in the middle of ``step`` neighbours."""
-    return [position for position in strip.own if position % step == step // 2]
-
-
-def packed_layer(layer: Layer, detail: Detail) -> dict[str, Any]:
-    """Local queries row by row: for each head their weights, largest weights and shares of the global tokens.
-
-    And the same for what the global tokens look at, on average, if there are any.
-    """
-    rows = _stored_rows(layer, detail)
-    heads = layer.heads if detail.each_head else 1
-    packed: dict[str, Any] = {"block": layer.block, "heads": []}
-    for head in range(heads):
-        weights = [row[head, layer.global_tokens :] for row in rows]
-        packed["heads"].append(
-            {
-                "weights": _base64(np.concatenate([_in_steps(one) for one in weights])),
-                "largest": _floats([float(one.max()) for one in weights]),
-                "global": _floats([float(row[head, : layer.global_tokens].sum()) for row in rows]),
-            }
-        )
-    if layer.global_tokens:
-        maps, among = global_maps(layer)
-        if not detail.each_head:
-            maps, among = maps.mean(0, keepdim=True), among.mean(0, keepdim=True)
-        packed["globals"] = [packed_map(one, float(share.sum())) for one, share in zip(maps, among, strict=True)]
-    return packed
-
-
-def packed_map(weights: Tensor, to_global: float = 0.0) -> dict[str, Any]:
-    """A map (height, width) as one row, with the share that is not on it."""
-    return {"weights": _base64(_in_steps(weights.flatten())), "largest": float(weights.max()), "global": to_global}
-
-
-def _stored_rows(layer: Layer, detail: Detail) -> list[Tensor]:
-    """The rows (heads, keys) of the queries that are kept, in the order of the map."""
-    found: dict[int, Tensor] = {}
-    down, across = layer.strips
-    for rows in down:
-        for columns in across:
-            kept = [
-                layer.global_tokens + y * layer.grid.width + x
-                for y in stored(rows, detail.step)
-                for x in stored(columns, detail.step)
-            ]
-            if kept:
-                block = local_rows(layer, rows, columns)
-                weights = block.weights if detail.each_head else block.weights.mean(0, keepdim=True)
-                places = torch.searchsorted(block.queries, block.queries.new_tensor(kept))
-                found |= zip(kept, weights[:, places].unbind(1), strict=True)
-    return [found[query] for query in sorted(found)]
-
-
-def _in_steps(weights: Tensor) -> np.ndarray:
-    """Weights as 0 … 255 of the largest."""
-    return (weights * (255 / weights.max().clamp(min=1e-30))).round().to(torch.uint8).cpu().numpy()
-
-
-def _floats(values: Sequence[float]) -> str:
-    return _base64(np.asarray(values, dtype="<f4"))
-
-
-def _base64(values: np.ndarray) -> str:
-    return b64encode(values.tobytes()).decode()
-
 
 SCRIPTS = ("weights.js", "drawing.js", "controls.js")
 
@@ -166,7 +58,7 @@ def write_page(
         "css": _part("page.css"),
         "js": "\n".join(map(_part, SCRIPTS)),
     }
-    page = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _part("page.html"))
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
     with written_whole(path, overwrite=overwrite) as temporary:
         temporary.write_text(page, "utf-8")
     return path
@@ -179,7 +71,7 @@ def _part(name: str) -> str:
 def page_data(explanation: Explanation, budget: int = BUDGET, progress: Progress | None = None) -> dict[str, Any]:
     """What the page knows, as JSON data; arrays are base64 of little-endian uint8 or float32."""
     details = affordable(explanation.stages, budget)
-    todo = sum(len(detail.layers) for detail in details)
+    total = sum(len(detail.layers) for detail in details)
     stages: list[dict[str, Any]] = []
     done = 0
     for layers, detail, shares in zip(explanation.stages, details, explanation.rollout.maps, strict=True):
@@ -188,7 +80,7 @@ def page_data(explanation: Explanation, budget: int = BUDGET, progress: Progress
             blocks.append(packed_layer(layer, detail))
             done += 1
             if progress:
-                progress(done, todo)
+                progress(done, total)
         stages.append(_stage(layers, detail) | {"blocks": blocks, "rollout": packed_map(shares)})
     prediction = explanation.prediction
     return {
@@ -226,8 +118,114 @@ def _strip(strip: Strip, step: int) -> dict[str, Any]:
 
 
 def _data_uri(image: Image.Image) -> str:
-    """A PNG where pixels are to be told apart, a JPEG of photographs."""
-    kind = "PNG" if max(image.size) < 128 else "JPEG"
+    """A PNG where single pixels are to be seen, a JPEG of photographs."""
+    format = "PNG" if max(image.size) < 128 else "JPEG"
     buffer = BytesIO()
-    image.save(buffer, kind, quality=88)
-    return f"data:image/{kind.lower()};base64,{b64encode(buffer.getvalue()).decode()}"
+    image.save(buffer, format, quality=88)
+    return f"data:image/{format.lower()};base64,{b64encode(buffer.getvalue()).decode()}"
+
+
+@dataclass(frozen=True)
+class Detail:
+    """What the page holds of a stage: its layers, each head or their mean, one query of every ``step``×``step``."""
+
+    layers: tuple[Layer, ...]
+    each_head: bool = True
+    step: int = 1
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weights."""
+        layer = self.layers[0]
+        down, across = (
+            sum(len(stored(strip, self.step)) * len(strip.seen) for strip in strips) for strips in layer.strips
+        )
+        return down * across * len(self.layers) * (layer.heads if self.each_head else 1)
+
+    def coarser(self) -> Detail:
+        """The next smaller amount of detail."""
+        if len(self.layers) > 1:
+            return replace(self, layers=self.layers[-1:])
+        if self.each_head and self.layers[0].heads > 1:
+            return replace(self, each_head=False)
+        return replace(self, step=2 * self.step)
+
+
+def affordable(stages: Sequence[Sequence[Layer]], budget: int) -> list[Detail]:
+    """As much detail of each stage as fits into ``budget`` bytes together."""
+    details = [Detail(tuple(layers)) for layers in stages]
+    while sum(detail.size for detail in details) > budget:
+        largest = max(range(len(details)), key=lambda index: details[index].size)
+        details[largest] = details[largest].coarser()
+        if not details[largest].size:
+            raise ValueError(
+                f"{budget} bytes have no room for the weights of one token per stage; give a larger budget"
+            )
+    return details
+
+
+def stored(strip: Strip, step: int) -> list[int]:
+    """The positions of a strip whose weights the page holds: those in the middle of ``step`` consecutive ones."""
+    return [position for position in strip.own if position % step == step // 2]
+
+
+def packed_layer(layer: Layer, detail: Detail) -> dict[str, Any]:
+    """Local queries row by row: for each head their weights, largest weights and shares of the global tokens.
+
+    And the same for what the global tokens look at, on average, if there are any.
+    """
+    rows = _stored_rows(layer, detail)
+    heads = layer.heads if detail.each_head else 1
+    packed: dict[str, Any] = {"block": layer.block, "heads": []}
+    for head in range(heads):
+        weights = [row[head, layer.global_tokens :] for row in rows]
+        packed["heads"].append(
+            {
+                "weights": _base64(np.concatenate([_quantised(one) for one in weights])),
+                "largest": _floats([float(one.max()) for one in weights]),
+                "global": _floats([float(row[head, : layer.global_tokens].sum()) for row in rows]),
+            }
+        )
+    if layer.global_tokens:
+        maps, among = global_maps(layer)
+        if not detail.each_head:
+            maps, among = maps.mean(0, keepdim=True), among.mean(0, keepdim=True)
+        packed["globals"] = [packed_map(one, float(share.sum())) for one, share in zip(maps, among, strict=True)]
+    return packed
+
+
+def packed_map(weights: Tensor, to_global: float = 0.0) -> dict[str, Any]:
+    """A map (height, width) as one row, with the share that is not on it."""
+    return {"weights": _base64(_quantised(weights.flatten())), "largest": float(weights.max()), "global": to_global}
+
+
+def _stored_rows(layer: Layer, detail: Detail) -> list[Tensor]:
+    """The rows (heads, keys) of the queries that the page holds, in the order of the map."""
+    by_query: dict[int, Tensor] = {}
+    down, across = layer.strips
+    for rows in down:
+        for columns in across:
+            queries = [
+                layer.global_tokens + y * layer.grid.width + x
+                for y in stored(rows, detail.step)
+                for x in stored(columns, detail.step)
+            ]
+            if queries:
+                block = local_rows(layer, rows, columns)
+                weights = block.weights if detail.each_head else block.weights.mean(0, keepdim=True)
+                indices = torch.searchsorted(block.queries, block.queries.new_tensor(queries))
+                by_query |= zip(queries, weights[:, indices].unbind(1), strict=True)
+    return [by_query[query] for query in sorted(by_query)]
+
+
+def _quantised(weights: Tensor) -> np.ndarray:
+    """Weights as 0 … 255 of the largest."""
+    return (weights * (255 / weights.max().clamp(min=1e-30))).round().to(torch.uint8).cpu().numpy()
+
+
+def _floats(values: Sequence[float]) -> str:
+    return _base64(np.asarray(values, dtype="<f4"))
+
+
+def _base64(values: np.ndarray) -> str:
+    return b64encode(values.tobytes()).decode()

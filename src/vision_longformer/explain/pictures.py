@@ -1,7 +1,4 @@
-"""One colour scale for pictures and pages: from transparent over red and orange to a light yellow.
-
-An explanation as one PNG: a row per layer, with what the chosen token attends to, head by head.
-"""
+"""An explanation as one PNG: a row per layer, with what the chosen token attends to, head by head."""
 
 from __future__ import annotations
 
@@ -24,19 +21,10 @@ from .layers import Layer, Strip
 from .weights import global_maps, token_maps
 
 LINE = "#35d6f0"
-"""Outlines of chunks."""
-
-
-def heat() -> np.ndarray:
-    """RGBA as uint8 (256, 4); low weights let the image through."""
-    level = np.linspace(0, 1, 256)
-    colours = matplotlib.colormaps["inferno"](0.25 + 0.73 * level)
-    colours[:, 3] = 0.94 * level**0.6
-    return np.rint(255 * colours).astype(np.uint8)
-
+"""Outlines of chunks, in pictures and pages."""
 
 COLUMNS = 9
-"""Panels in a row of a picture; further heads go on in the next one."""
+"""Panels in a row of a picture; further heads continue in the next one."""
 
 FIXED = 3
 """Panels before the heads: the image, the global token, the rollout."""
@@ -47,7 +35,7 @@ PANEL = 1.8
 HEADER = 0.85
 """Inches of title and legend."""
 
-DRAWN = 240
+PANEL_PIXELS = 240
 """Pixels of an image that a panel has use for."""
 
 LEGEND = (
@@ -117,10 +105,18 @@ def chosen_heads(layer: Layer, head: int | None) -> list[int]:
     return [head]
 
 
+def heat() -> np.ndarray:
+    """The colours of weights in pictures and pages, from transparent over red to yellow: RGBA as uint8 (256, 4)."""
+    level = np.linspace(0, 1, 256)
+    colours = matplotlib.colormaps["inferno"](0.25 + 0.73 * level)
+    colours[:, 3] = 0.94 * level**0.6
+    return np.rint(255 * colours).astype(np.uint8)
+
+
 def _title(explanation: Explanation) -> str:
     prediction = explanation.prediction
     name, label = Path(prediction.file).name, shorten(prediction.labels[0], 40, placeholder="…")
-    return f"{name}, taken for {label} ({prediction.probabilities[0]:.0%})"
+    return f"{name}, predicted as {label} ({prediction.probabilities[0]:.0%})"
 
 
 def _draw_heads(panels: Sequence[Axes], explanation: Explanation, layer: Layer, heads: Sequence[int]) -> None:
@@ -161,7 +157,7 @@ def _show_map(axes: Axes, explanation: Explanation, layer: Layer, weights: Tenso
 def _show_image(axes: Axes, explanation: Explanation, image: Image.Image) -> None:
     height, width = explanation.size
     small = image.copy()
-    small.thumbnail((DRAWN, DRAWN))
+    small.thumbnail((PANEL_PIXELS, PANEL_PIXELS))
     pixels = np.asarray(small.convert("RGB"))
     axes.imshow(pixels, extent=(0, width, height, 0), interpolation="nearest" if width < 64 else "antialiased")
     _limit(axes, explanation)

@@ -1,10 +1,9 @@
-"""Attention weights of chosen queries, from the oracle: softmax rows over the keys that the queries may see.
+"""Attention weights of chosen queries, and rollout: how much of each part of the image reaches the pooled output.
 
-Never are the weights of all pairs of tokens in memory: a rectangle of queries is computed with its own keys.
+Weights are softmax rows over the keys that a query may see, computed by the oracle. The weights of all pairs of tokens
+are never in memory: a rectangle of queries is computed with its own keys.
 
-Attention rollout through a multi-scale stack: how much of each part of the image reaches the pooled output.
-
-Read backwards, from the output to the pixels, as shares that sum to one:
+Rollout is read backwards through the stages, from the output to the pixels, as shares that sum to one:
 
 - The output is the mean of the last stage's tokens (or its first global token): equal shares (or all for that one).
 - A layer with attention A, the mean over its heads, has a residual connection beside it. A token's share goes half to
@@ -13,7 +12,7 @@ Read backwards, from the output to the pixels, as shares that sum to one:
 - Global tokens are learned, not seen: their shares at the entrance of a stage rest there, unless the model hands its
   global tokens on from stage to stage.
 
-MLPs, norms and the sizes of the values do not count; it is a summary of where attention goes, not of what decides.
+MLPs, norms and the sizes of the values do not count; it sums up where attention goes, not what decides.
 """
 
 from __future__ import annotations
@@ -33,6 +32,9 @@ from ..ops.chunks import map_offsets, table_lookup
 from ..ops.reference import masked_dense
 from ..ops.spec import LocalSpec
 from .layers import Layer, Strip, tokens_at
+
+Progress = Callable[[int, int], None]
+"""Called with the number of layers done and of all layers."""
 
 
 class Rows(NamedTuple):
@@ -83,8 +85,8 @@ def token_maps(layer: Layer, cell: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """What one local token attends to: maps (heads, height, width), and the share of each global token (heads, G)."""
     rows = local_rows(layer, *layer.strips_of(cell))
     query = layer.global_tokens + cell[0] * layer.grid.width + cell[1]
-    found = rows.weights[:, rows.queries == query].squeeze(1)
-    return _as_maps(layer, found, rows.keys)
+    weights = rows.weights[:, rows.queries == query].squeeze(1)
+    return _as_maps(layer, weights, rows.keys)
 
 
 def global_maps(layer: Layer) -> tuple[Tensor, Tensor]:
@@ -136,7 +138,7 @@ def _softmax(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
     return (scores if bias is None else scores + bias).softmax(-1)
 
 
-Progress = Callable[[int, int], None]
+# Rollout
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class Rollout:
 
 
 def rollout(layers: Sequence[Layer], config: ModelConfig, progress: Progress | None = None) -> Rollout:
-    """The rollout of the layers that :func:`~vision_longformer.explain.capture` noted of a model."""
+    """The rollout of the layers that :func:`~vision_longformer.explain.capture` recorded."""
     shares = _pooled(layers[-1], config)
     maps: list[Tensor] = []
     for done, layer in enumerate(reversed(layers), 1):

@@ -1,9 +1,9 @@
 // What the mouse, the keyboard and the choices at the side do.
 
 function update() {
-  const found = shown(), { stage, query, map } = found;
-  paint(found);
-  element("readout").textContent = describe(found);
+  const view = currentView(), { stage, query, map } = view;
+  paint(view);
+  element("readout").textContent = describe(view);
   const best = map ? strongest(map) : 0, width = stage.grid[1];
   element("largest").textContent = map ? percent(map[best]) : "";
   canvas.dataset.query = query ? `${query.row.position},${query.column.position}` : "";
@@ -98,7 +98,7 @@ for (const id of ["image", "plain"]) {
 const [first, ...others] = data.prediction;
 const name = document.createElement("b");
 name.textContent = `${first[0]} ${percent(first[1])}`;
-element("prediction").append("The model takes it for ", name, others.map(([label, share]) => `, ${label} ${percent(share)}`).join(""));
+element("prediction").append("Predicted as ", name, others.map(([label, share]) => `, ${label} ${percent(share)}`).join(""));
 const ramp = new ImageData(256, 1);
 ramp.data.set(colours);
 element("scale").getContext("2d").putImageData(ramp, 0, 0);

@@ -38,13 +38,13 @@ function outline(context, stage, { row, column }, unit, ratio) {
 
 /** Ascending positions as half-open runs of neighbours. */
 function runs(positions) {
-  const found = [];
+  const result = [];
   for (const position of positions) {
-    const last = found[found.length - 1];
+    const last = result[result.length - 1];
     if (last && last[1] === position) last[1]++;
-    else found.push([position, position + 1]);
+    else result.push([position, position + 1]);
   }
-  return found;
+  return result;
 }
 
 function describe({ stage, query, map, global }) {

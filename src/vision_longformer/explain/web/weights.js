@@ -64,7 +64,7 @@ function averaged(stage, heads, index, start, rows, columns) {
   return { map, global };
 }
 
-function shown() {
+function currentView() {
   const stage = data.stages[state.stage], block = stage.blocks[state.block];
   const pick = (heads) => (state.head && stage.eachHead ? [heads[state.head - 1]] : heads);
   const whole = stage.grid.map((length) => Array.from({ length }, (_, position) => position));
