@@ -145,7 +145,7 @@ def _run_shell(command: str, place: str, folder: Path) -> None:
     if text is None:
         return
     make_files(text, folder)
-    text = re.sub(r"^python (docs|benchmarks|examples)/", rf"python {ROOT}/\1/", text)
+    text = re.sub(r"^python (scripts|examples)/", rf"python {ROOT}/\1/", text)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         text, shell=True, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True

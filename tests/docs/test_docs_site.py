@@ -57,8 +57,8 @@ def test_site_is_built(tmp_path: Path) -> None:
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripts of ``docs/`` can be imported."""
-    monkeypatch.syspath_prepend(DOCS)
+    """Those of ``scripts/`` can be imported."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
 
 
 def test_figures_are_as_drawn(scripts: None, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_figures_are_as_drawn(scripts: None, tmp_path: Path) -> None:
     for name in FIGURES:
         drawn, stored = (np.asarray(Image.open(folder / name).convert("L"), float) for folder in (tmp_path, DOCS))
         assert drawn.shape == stored.shape, name
-        assert np.abs(drawn - stored).mean() < 2, f"{name} differs; run docs/draw_figures.py"
+        assert np.abs(drawn - stored).mean() < 2, f"{name} differs; run scripts/draw_figures.py"
         assert (DOCS / name).stat().st_size <= LARGEST_FIGURE
 
 

@@ -4,7 +4,7 @@
 # Nothing of the installation is touched: package and tests are copied to a temporary folder. Working memory of the
 # kernel's threads is poisoned between its pieces, so that stepping from one into the next is found, too.
 #
-#     benchmarks/sanitise_kernel.sh [arguments of pytest]
+#     scripts/sanitise_kernel.sh [arguments of pytest]
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}

@@ -1,4 +1,4 @@
-"""What the paper's training runs would take on stated hardware: ``python docs/estimate_runs.py`` prints a table.
+"""What the paper's training runs would take on stated hardware: ``python scripts/estimate_runs.py`` prints a table.
 
 An estimate, not a measurement: multiply-accumulates of a forward pass as our models execute them, times 3 for the
 backward pass, times the images of the run, over the maker's peak rate times an assumed utilisation.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vision_longformer.classification.task import CLASSIFICATION
+from vision_longformer.classification.recipe import ClassificationRecipe
 from vision_longformer.costs import executed_macs
 from vision_longformer.costs.detection import executed_detector_macs
-from vision_longformer.detection.task import DETECTION
+from vision_longformer.detection.recipe import DetectionRecipe
 from vision_longformer.models.zoo import model_config
+from vision_longformer.training.recipe import resolve
 
 UTILISATION = 0.1
 HARDWARE = {"8 V100": 8 * 125e12, "8 A100": 8 * 312e12, "64 A100": 64 * 312e12, "8 H100": 8 * 989e12}
@@ -53,13 +54,13 @@ class Run(NamedTuple):
 
 
 def classification_run(name: str) -> Run:
-    recipe = CLASSIFICATION.resolve(name)
+    recipe = resolve(ClassificationRecipe, name)
     config = recipe.model_config(recipe.num_classes or IMAGENET_1K_CLASSES)
     return Run(name, recipe.epochs * (recipe.num_images or IMAGENET_1K), executed_macs(config).total)
 
 
 def detection_run(name: str) -> Run:
-    recipe = DETECTION.resolve(name)
+    recipe = resolve(DetectionRecipe, name)
     macs = executed_detector_macs(recipe.detector, model_config(recipe.model), COCO_IMAGE)
     return Run(name, (recipe.steps or 0) * recipe.batch_size, macs.total)
 

@@ -1,4 +1,4 @@
-"""Draws every figure of the documentation from the package itself: ``python docs/draw_figures.py [FOLDER]``."""
+"""Draws every figure of the documentation from the package itself: ``python scripts/draw_figures.py [FOLDER]``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from draw_models import draw_cost, draw_stack, draw_stage
 from draw_neighbours import draw_chunks, draw_random_shift, draw_rules
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 FIGURES: dict[str, Callable[[Path], None]] = {
     "attention.png": draw_rules,
@@ -21,9 +23,10 @@ FIGURES: dict[str, Callable[[Path], None]] = {
 
 def main(folder: Path) -> None:
     """Write all figures into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
         draw(folder / name)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS)

@@ -1,4 +1,4 @@
-"""A large photo, whole, through Mask R-CNN on this machine: ``python benchmarks/detect_photo.py PHOTO [ROUNDS]``.
+"""A large photo, whole, through Mask R-CNN on this machine: ``python scripts/detect_photo.py PHOTO [ROUNDS]``.
 
 Prints, for ViL-Small and for Swin-Tiny in the same detector, the median time of rounds in which they take turns, and
 the peak memory of a process of its own. The weights are random; the threshold of zero lets as many objects through as
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from large_photo import peak_gigabytes
 
-from vision_longformer.bench.fork_server import Nursery
+from vision_longformer.bench.fork_server import ChildFailed, ForkServer
 from vision_longformer.data.images import decode_image
 from vision_longformer.detection import mask_rcnn
 from vision_longformer.detection.dataset import image_tensor
@@ -39,28 +39,34 @@ class Run:
     def seconds(self) -> float:
         start = time.perf_counter()
         with torch.inference_mode():
-            found = self.model([self.pixels])[0]
-        assert len(found["masks"]) == self.model.config.detections
+            detections = self.model([self.pixels])[0]
+        assert len(detections["masks"]) == self.model.config.detections
         return time.perf_counter() - start
 
 
-def peak_of_run(request: dict[str, Any]) -> float:
-    """Gigabytes of a fresh process at its highest."""
+def run_peak(request: dict[str, Any]) -> float:
+    """Gigabytes of a new process at its highest."""
     Run(**request).seconds()
     return peak_gigabytes()
 
 
+def peak_text(server: ForkServer, backbone: str, photo: str) -> str:
+    try:
+        return f"{server.call({'backbone': backbone, 'photo': photo}, LIMIT):.2f} GB"
+    except ChildFailed as failure:
+        return str(failure)
+
+
 def main(photo: str, rounds: str = "5") -> None:
-    nursery = Nursery(peak_of_run)
-    peaks = {backbone: nursery.ask({"backbone": backbone, "photo": photo}, LIMIT) for backbone in BACKBONES}
+    server = ForkServer(run_peak)
+    peaks = {backbone: peak_text(server, backbone, photo) for backbone in BACKBONES}
     runs = {backbone: Run(backbone, photo) for backbone in BACKBONES}
     times: dict[str, list[float]] = {backbone: [] for backbone in BACKBONES}
     for _ in range(int(rounds)):
         for backbone, run in runs.items():
             times[backbone].append(run.seconds())
     for backbone in BACKBONES:
-        peak = f"{peaks[backbone]:.2f} GB" if isinstance(peaks[backbone], float) else peaks[backbone]
-        print(f"{backbone}: {median(times[backbone]):.2f} s, peak memory of the process {peak}")
+        print(f"{backbone}: {median(times[backbone]):.2f} s, peak memory of the process {peaks[backbone]}")
 
 
 if __name__ == "__main__":

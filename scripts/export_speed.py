@@ -1,6 +1,6 @@
 """Time of a forward pass of ViL-Tiny: as a module, compiled, and as the files that 'vil export' writes.
 
-    python benchmarks/export_speed.py [SIZE] [ROUNDS]
+    python scripts/export_speed.py [SIZE] [ROUNDS]
 
 All run in turn, one image each, so that what else the machine does falls on all of them; medians are compared.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vision_longformer import create_model
 from vision_longformer.classification.export import export_model
-from vision_longformer.cli.output import print_table, progress
+from vision_longformer.cli.output import print_table, track
 from vision_longformer.export import load_exported
 
 MODEL = "vision_longformer_tiny"
@@ -43,7 +43,7 @@ def rivals(size: int, folder: Path) -> dict[str, Run]:
 def seconds(runs: dict[str, Run], images: Tensor, rounds: int) -> dict[str, list[float]]:
     """Times of each, taken in turn, after one pass to warm up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for number in progress(range(rounds + 1), "timing"):
+    for number in track(range(rounds + 1), "timing"):
         for name, run in runs.items():
             start = time.perf_counter()
             with torch.no_grad():

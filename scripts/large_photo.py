@@ -1,4 +1,4 @@
-"""A large photo through a backbone on this machine: ``python benchmarks/large_photo.py PHOTO [MODEL]``.
+"""A large photo through a backbone on this machine: ``python scripts/large_photo.py PHOTO [MODEL]``.
 
 Prints time, the maps, and the peak memory of the process.
 """
