@@ -24,7 +24,7 @@ def train(
 
     Without arguments, a small Vision Longformer learns the built-in Fashion-MNIST images in a few minutes. Change any
     setting of a recipe by --key value, as in 'vil train cifar10 --epochs 5 --lr 1e-3'; 'vil recipes' lists the recipes,
-    'vil recipes NAME --all' all settings. With several processes: 'torchrun --nproc_per_node 4 -m vision_longformer
+    'vil recipes NAME --all' all settings. With several processes: 'torchrun --nproc-per-node 4 -m vision_longformer
     train …'. Ctrl-C saves a checkpoint and stops.
 
     Args:

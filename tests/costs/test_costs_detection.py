@@ -21,7 +21,7 @@ from vision_longformer.costs.detection import (
     executed_detector_macs,
     paper_detector_macs,
 )
-from vision_longformer.detection.config import KINDS, DetectorConfig
+from vision_longformer.detection.config import DETECTORS, DetectorConfig
 from vision_longformer.detection.detectors import build_detector
 from vision_longformer.models import zoo
 from vision_longformer.models.config import Linformer
@@ -33,7 +33,7 @@ def rows() -> list[DetectionRow]:
 
 
 def test_eight_detectors_agree_to_the_digit(rows: list[DetectionRow]) -> None:
-    own = [row for row in rows if row.entry.table in KINDS]
+    own = [row for row in rows if row.entry.table in DETECTORS]
     assert [(row.params.mark, row.gflops.mark) for row in own] == [("=", "=")] * 8
 
 
@@ -60,7 +60,7 @@ def test_our_detectors_have_what_is_left(rows: list[DetectionRow]) -> None:
     assert int(tiny.params.ours.scaleb(6)) - tiny.own_params == classifier + absolute - relative
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DETECTORS)
 def test_executed_macs_are_those_of_the_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pyramid and heads on maps, against torch's own counter."""
     monkeypatch.setitem(zoo.MODELS, "vil", SMALL_MODELS["vil"])
