@@ -60,21 +60,21 @@ def test_our_detectors_have_what_is_left(rows: list[DetectionRow]) -> None:
     assert int(tiny.params.ours.scaleb(6)) - tiny.own_params == classifier + absolute - relative
 
 
-@pytest.mark.parametrize("kind", DETECTORS)
-def test_executed_macs_are_those_of_the_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_executed_macs_are_those_of_the_model(detector: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pyramid and heads on maps, against torch's own counter."""
     monkeypatch.setitem(zoo.MODELS, "vil", SMALL_MODELS["vil"])
     size = (64, 96)
     with torch.device("meta"):
-        model = build_detector(DetectorConfig(kind, "vil", 80)).eval()
+        model = build_detector(DetectorConfig(detector, "vil", 80)).eval()
         stages = zip(SMALL_MODELS["vil"].stages, SMALL_MODELS["vil"].grids(size), strict=True)
         maps = [torch.empty(1, stage.dim, *grid) for stage, grid in stages]
-    counted = executed_detector_macs(kind, SMALL_MODELS["vil"], size).parts
+    counted = executed_detector_macs(detector, SMALL_MODELS["vil"], size).parts
     used = {str(index): maps[level - 1] for index, level in enumerate(model.config.stages)}
     with FlopCounterMode(display=False) as counter:
         pyramid = model.backbone.fpn(used)
     assert counter.get_total_flops() // 2 == counted["pyramid"]
-    head, name = (model.head, "dense heads") if kind == "retinanet" else (model.rpn.head, "proposals")
+    head, name = (model.head, "dense heads") if detector == "retinanet" else (model.rpn.head, "proposals")
     with FlopCounterMode(display=False) as counter:
         head(list(pyramid.values()))
     assert counter.get_total_flops() // 2 == counted[name]

@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
 from .output import parse_size, print_line, print_table
 
 if TYPE_CHECKING:
@@ -43,27 +40,28 @@ def bench(
     """Measure speed and memory on this machine: a table, a JSON file and plots.
 
     'attention' compares implementations over map sizes, forward and backward; 'rules' the three masking rules;
-    'windows' window sizes; 'shift' random shift with all neighbours; 'models' our models with others; 'scaling' the
-    cost per token. Variants take turns in one process; times are medians with half the distance of the quartiles.
-    Each is measured with the C library's default allocator and with memory kept (MALLOC_MMAP_THRESHOLD_ and
-    MALLOC_TRIM_THRESHOLD_ large), where large blocks are not paid for again at each call. Memory is measured in a fresh
-    process.
+    'windows' window sizes; 'shift' random shift with attention to all neighbours; 'models' our models with others;
+    'scaling' the cost per token. Variants take turns in one process; times are medians, with half the interquartile
+    range. Each variant is timed with the C library's default allocator and with one that does not return memory to the
+    system ('memory kept': MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ are large), so that large blocks are not
+    paid for again at each call. Memory is measured in a new process.
 
     Args:
         what: attention, rules, windows, shift, models, scaling or all.
-        quick: fewer points and rounds; all of them in two minutes.
-        implementations: of local attention, such as 'tiled,sliding_chunk'; 'vil doctor' lists the names.
-        sizes: maps of tokens such as '56x56,112x112'; of 'models', image sizes.
-        models: names from 'vil models' or of timm.
-        windows: sides of the chunks, such as '7,8,12'; the window is twice that and one.
-        baseline: what others are compared with: an implementation, or of 'models' a model.
+        quick: fewer points and rounds; all benchmarks together take about two minutes.
+        implementations: implementations of local attention, such as 'tiled,sliding_chunk'; 'vil doctor' lists them.
+        sizes: maps of tokens such as '56x56,112x112'; for 'models', image sizes.
+        models: names from 'vil models' or timm.
+        windows: sides of the chunks, such as '7,8,12'; the window is twice as wide, plus one.
+        baseline: what others are compared with: an implementation or, for 'models', a model.
         batch: maps or images per run.
-        shift: of 'models', also with random shift in training.
-        only: the figures with this in their name, such as 'shapes' of 'attention'.
-        budget: seconds to take in all, about; rounds are adapted to it. Without 'quick' all is timed once at least.
-        threads: torch's by default.
-        device: cpu or cuda; cuda where there is one.
-        output: folder of the results; a file that exists is not replaced, the new one gets a number.
+        shift: for 'models', also time random shift in training.
+        only: only figures with this in their name, such as 'shapes' of 'attention'.
+        budget: approximate time in seconds; the number of rounds is adapted to it. Without --quick, everything is timed
+            at least once.
+        threads: number of threads; torch's by default.
+        device: cpu or cuda; cuda by default where there is one.
+        output: folder for the results; a file that exists is not replaced, the new one gets a number.
         overwrite: replace earlier results of the same name.
         compare: an earlier JSON file to print ratios against.
     """
@@ -116,6 +114,9 @@ def _save_all(results: Iterator[Result], path: Path) -> Result:
 @contextmanager
 def _progress_bar() -> Iterator[ProgressCallback]:
     """A bar on stderr with the remaining time; nothing if stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
     terminal = Console(stderr=True)
     columns = (BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:

@@ -23,7 +23,7 @@ def explain(
 
     Args:
         checkpoint: a .safetensors file from 'vil train' or 'vil convert'.
-        image: an image file of any kind and size.
+        image: an image file of any format and size.
         point: the pixel X,Y of the image whose token the picture explains; the middle by default.
         stage: show all layers of this stage, counted from 1; the last layer of every stage by default.
         head: show this head, counted from 1; all by default.

@@ -1,4 +1,4 @@
-"""What the training commands share: a run to its end or to a signal, shown as a bar and a line per evaluation."""
+"""What the training commands share: a run to its end or to a signal, with a progress bar and a line per evaluation."""
 
 from __future__ import annotations
 
