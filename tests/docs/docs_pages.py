@@ -20,7 +20,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 class Block(NamedTuple):
     """A fenced block, and where its code begins, as ``docs/training.md:10``."""
 
-    place: str
+    location: str
     language: str
     code: str
 
@@ -40,7 +40,7 @@ def shell_commands(code: str) -> list[str]:
 
 
 def vil_arguments(command: str) -> list[str] | None:
-    """What ``vil`` is told by a command, also under torchrun; None if it is another program."""
+    """Arguments of ``vil`` in a command, also under torchrun; None if it is another program."""
     words = shlex.split(command)
     if words[0] == "vil":
         return words[1:]

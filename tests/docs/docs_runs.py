@@ -19,7 +19,7 @@ from docs_pages import ROOT
 from PIL import Image
 
 from vision_longformer import create_model, save
-from vision_longformer.classification import task as train
+from vision_longformer.classification import train
 from vision_longformer.detection import DetectorConfig, build_detector, save_detector
 from vision_longformer.detection.dataset import open_detection
 
@@ -55,7 +55,7 @@ def _small_arrays(path: Path) -> None:
 
 def _released(path: Path) -> None:
     """Random weights under the names and shapes of the authors' ViL-Small, shared ones shared."""
-    keys = json.loads(gzip.decompress((ROOT / "tests/data/checkpoint_keys.json.gz").read_bytes()))
+    keys = json.loads(gzip.decompress((ROOT / "tests/assets/checkpoint_keys.json.gz").read_bytes()))
     entry = keys["models"]["vil_small_rpb_224"]
     types = {name: getattr(torch, dtype) for name, dtype in entry["buffers"].items()}
     state = {name: torch.zeros(shape, dtype=types.get(name)) for name, shape in entry["keys"].items()}

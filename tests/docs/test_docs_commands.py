@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs_fixtures import FILES, NEEDS, NOT_RUN, SHORTER, SHORTER_CODE, code_as_run, command_as_run, make_files
 from docs_pages import PAGES, ROOT, blocks, shell_commands, vil_arguments
+from docs_runs import FILES, NEEDS, NOT_RUN, SHORTER, SHORTER_CODE, code_as_run, command_as_run, make_files
 
 from vision_longformer.classification.recipe import ClassificationRecipe
-from vision_longformer.training.recipe import resolve
 from vision_longformer.cli.main import COMMANDS
 from vision_longformer.cli.parser import Group, run_command
 from vision_longformer.detection.recipe import DetectionRecipe
 from vision_longformer.models.zoo import model_config
-from vision_longformer.training.recipe import parse_values
+from vision_longformer.training.recipe import parse_values, resolve
 
 LANGUAGES = {"bash", "python", "yaml", "text"}
 
@@ -33,11 +32,11 @@ AFTER_COMMANDS = {"training.md", "export.md"}
 
 
 def _all_commands() -> Iterator[tuple[str, str]]:
-    """Every command of every page, with its place."""
+    """Every command of every page, and where it stands."""
     for page in PAGES:
         for block in blocks(page):
             if block.language == "bash":
-                yield from ((block.place, command) for command in shell_commands(block.code))
+                yield from ((block.location, command) for command in shell_commands(block.code))
 
 
 def _check_train(recipe: str | None = None, resume: str | None = None, **options: Any) -> None:
@@ -84,7 +83,7 @@ def _is_script(command: str) -> bool:
 
 
 def _problem(command: str, parsed: Group) -> str | None:
-    """What is wrong with a command, found without running it."""
+    """What is wrong with a command, as far as can be seen without running it."""
     arguments = vil_arguments(command)
     if arguments is None:
         known = command.startswith(tuple(NOT_RUN)) or _is_script(command)
@@ -99,21 +98,22 @@ def _problem(command: str, parsed: Group) -> str | None:
 def test_commands_are_known() -> None:
     """Every ``vil`` command of every page is understood by the real parser; other programs are those we know."""
     parsed, commands = _only_parsed(COMMANDS), list(_all_commands())
-    problems = [f"{place}: {command}: {told}" for place, command in commands if (told := _problem(command, parsed))]
-    assert not problems, "\n".join(problems)
+    problems = [(where, command, _problem(command, parsed)) for where, command in commands]
+    wrong = [f"{where}: {command}: {problem}" for where, command, problem in problems if problem]
+    assert not wrong, "\n".join(wrong)
     assert len(commands) > 30
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_block_escapes(page: Path) -> None:
-    """Every block says what it is, so that commands and code are found and run."""
-    assert [block.place for block in blocks(page) if block.language not in LANGUAGES] == []
+    """Every block says what it is, so that commands and code are run."""
+    assert [block.location for block in blocks(page) if block.language not in LANGUAGES] == []
 
 
 @pytest.mark.parametrize(
     "wrong", ["vil trian", "vil train --dry-rum x", "vil train imagenet1k_smal", "vil models --jsn"]
 )
-def test_wrong_commands_are_found(wrong: str) -> None:
+def test_wrong_commands_are_noticed(wrong: str) -> None:
     assert re.search("trian|dry_rum|smal|jsn", _problem(wrong, _only_parsed(COMMANDS)) or "")
 
 
@@ -134,13 +134,13 @@ def _run_page(page: Path, folder: Path, *, with_commands: bool) -> None:
     for block in blocks(page):
         if block.language == "python":
             make_files(block.code, folder)
-            exec(compile(code_as_run(block.code), block.place, "exec"), names)
+            exec(compile(code_as_run(block.code), block.location, "exec"), names)
         elif block.language == "bash" and with_commands:
             for command in shell_commands(block.code):
-                _run_shell(command, block.place, folder)
+                _run_shell(command, block.location, folder)
 
 
-def _run_shell(command: str, place: str, folder: Path) -> None:
+def _run_shell(command: str, location: str, folder: Path) -> None:
     text = command_as_run(command)
     if text is None:
         return
@@ -150,7 +150,7 @@ def _run_shell(command: str, place: str, folder: Path) -> None:
     done = subprocess.run(
         text, shell=True, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
     )
-    assert done.returncode == 0, f"{place}: {text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, f"{location}: {text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
 PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
