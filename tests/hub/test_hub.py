@@ -106,10 +106,10 @@ def test_timm_loads_a_folder(checkpoint: Path, tmp_path: Path) -> None:
 def test_timm_loads_models_that_have_no_name(name: str, tmp_path: Path) -> None:
     """Their stages and options go through ``config.json``."""
     model = build(name).eval()
-    loaded = timm.create_model(f"local-dir:{save_pretrained(model, tmp_path / 'm')}", pretrained=True).eval()
-    assert loaded.config == model.config
+    again = timm.create_model(f"local-dir:{save_pretrained(model, tmp_path / 'm')}", pretrained=True).eval()
+    assert again.config == model.config
     x = torch.randn(1, 3, 64, 64)
-    assert torch.equal(loaded(x), model(x))
+    assert torch.equal(again(x), model(x))
 
 
 @pytest.mark.parametrize("name", ["vision_longformer_small_ape", "vision_longformer_micro", "evit_tiny_patch16"])
@@ -132,8 +132,8 @@ def test_timm_fits_a_folder_to_other_classes_channels_and_features(tmp_path: Pat
 
 def test_channels_that_timm_cannot_fit_are_loaded_as_they_are(tmp_path: Path) -> None:
     model = _micro(in_chans=6)
-    loaded = timm.create_model(f"local-dir:{save_pretrained(model, tmp_path / 'm')}", pretrained=True)
-    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    again = timm.create_model(f"local-dir:{save_pretrained(model, tmp_path / 'm')}", pretrained=True)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_detectors(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_detectors(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert config["detector"]["backbone"] == "vision_longformer_micro"
     assert config["label_names"] == ["shirt", "bag"]
-    loaded = from_pretrained(folder)
-    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in detector.state_dict().items())
+    again = from_pretrained(folder)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in detector.state_dict().items())
     card = ModelCard.load(folder / "README.md")
     assert card.data.pipeline_tag == "object-detection"
     count = sum(parameter.numel() for parameter in detector.parameters())
@@ -157,7 +157,7 @@ def test_detectors(tmp_path: Path) -> None:
 # Cards
 
 
-def test_the_card_tells_of_model_and_run(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_card_describes_model_and_run(checkpoint: Path, tmp_path: Path) -> None:
     hub_save(str(checkpoint), str(tmp_path / "garments"), license="mit")
     card = ModelCard.load(tmp_path / "garments" / "README.md")
     assert (card.data.license, card.data.pipeline_tag) == ("mit", "image-classification")
@@ -184,19 +184,38 @@ def test_the_last_checkpoint_has_the_last_results(checkpoint: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("data", "shown", "name"),
+    ("scores", "expected"),
+    [
+        (["null", "41.5", "null", "62.25", "62.25", "60.0"], "| top1 | 62.25 |\n| loss | 3 |"),
+        (["NaN", "41.5"], "| top1 | 41.5 |\n| loss | 1 |"),
+        (["null", "null"], "| loss | 1 |"),
+    ],
+)
+def test_the_best_checkpoint_has_the_best_results(
+    scores: list[str], expected: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The first of those with the highest score; a score that is not a number is no score."""
+    lines = [f'{{"step": {n}, "evaluation": {{"top1": {score}, "loss": {n}}}}}\n' for n, score in enumerate(scores)]
+    checkpoint.with_name("metrics.jsonl").write_text("".join(lines))
+    card = ModelCard.load(save_pretrained(checkpoint, tmp_path / "garments") / "README.md")
+    assert card.text.rstrip().endswith(f"split `validation`:\n\n| | |\n|---|---|\n{expected}")
+    assert "nan" not in card.content.lower()
+
+
+@pytest.mark.parametrize(
+    ("data", "public", "name"),
     [
         ("torch/cifar10:/home/somebody", "torch/cifar10", "cifar10"),
         ("hfds/owner/leaves", "hfds/owner/leaves", "owner/leaves"),
         ("garments:320", "garments:320", "garments"),
     ],
 )
-def test_names_of_data(data: str, shown: str, name: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_names_of_data(data: str, public: str, name: str, checkpoint: Path, tmp_path: Path) -> None:
     recipe = to_yaml(ClassificationRecipe(data=data))
     checkpoint.with_name("recipe.yaml").write_text(recipe)
     card = ModelCard.load(save_pretrained(checkpoint, tmp_path / "m") / "README.md")
     assert card.data.datasets == [name]
-    assert f"Trained on `{shown}`, split `train`" in card.text
+    assert f"Trained on `{public}`, split `train`" in card.text
     assert "somebody" not in card.content
 
 

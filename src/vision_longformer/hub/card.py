@@ -1,11 +1,4 @@
-"""The ``config.json`` that timm reads: a registered model, what to change of it, and how images are prepared.
-
-What a checkpoint says about its model, as a model card and ``config.json`` want it.
-
-What a run directory says about a checkpoint in it: recipe, software, and the evaluation that belongs to it.
-
-The model card: what the checkpoint and its run say of the model, and nothing else.
-"""
+"""The model card and ``config.json`` of a folder: what a checkpoint and its run say of the model, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from math import inf
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +21,172 @@ from ..training.recipe import resolve, to_yaml
 from ..training.run_directory import ENVIRONMENT, RECIPE, RunDirectory
 from ..training.task import TrainingTask
 
+MOST_LABELS = 100
+"""Labels that a card lists; more are in ``config.json``."""
+
+METRICS = {"image-classification": ("top1", "accuracy"), "object-detection": ("box_AP", "map")}
+"""By task, the result that goes into the card's header, and what the hub calls it."""
+
+
+def model_card(name: str, model: ModelFacts, run: RunFacts | None, license: str | None) -> ModelCard:
+    """The card of a model; ``run`` is None if nothing is known of its training, and so may the ``license`` be."""
+    header = ModelCardData(
+        license=license,
+        library_name="vision-longformer",
+        pipeline_tag=model.task,
+        tags=["vision-longformer", model.task],
+        datasets=None if run is None else [_dataset_name(run.data)],
+        **_header_results(name, model.task, run),
+    )
+    sections = [f"# {name}", model.summary, _table(model.facts), *_labels(model), _usage(model)]
+    if run is not None:
+        sections += [_training(run), *_evaluation(run)]
+    return ModelCard(f"---\n{header}\n---\n\n" + "\n\n".join(sections) + "\n")
+
+
+def _dataset_name(data: str) -> str:
+    """A data set's name as the hub may know it: ``hfds/owner/name``, ``torch/cifar10`` or ``garments:320`` cut down."""
+    return data.removeprefix("hfds/").removeprefix("torch/").partition(":")[0]
+
+
+def _header_results(name: str, task: str, run: RunFacts | None) -> dict[str, Any]:
+    """The main result, in the form that the hub shows beside a model."""
+    key, metric = METRICS.get(task, ("", ""))
+    if run is None or key not in run.evaluation:
+        return {}
+    result = EvalResult(
+        task_type=task,
+        dataset_type=_dataset_name(run.data),
+        dataset_name=run.data,
+        dataset_split=run.eval_split,
+        metric_type=metric,
+        metric_name=key,
+        metric_value=run.evaluation[key],
+    )
+    return {"metrics": [metric], "eval_results": [result], "model_name": name}
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _labels(model: ModelFacts) -> list[str]:
+    if not model.labels:
+        return []
+    labels = ", ".join(model.labels) if len(model.labels) <= MOST_LABELS else "`label_names` in `config.json`"
+    return [f"Classes: {labels}."]
+
+
+def _usage(model: ModelFacts) -> str:
+    blocks = [f"```{language}\n{code}\n```" for language, code in model.usage.items()]
+    where = "`FOLDER` is this folder, or `hf-hub:OWNER/NAME` when it is on the Hugging Face Hub."
+    return "\n\n".join(["## Use", where, *blocks])
+
+
+def _training(run: RunFacts) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in run.packages.items())
+    return (
+        f"## Data and recipe\n\nTrained on `{run.data}`, split `{run.train_split}`, with {packages}. "
+        f"What the recipe changes of the defaults:\n\n```yaml\n{run.recipe.rstrip()}\n```"
+    )
+
+
+def _evaluation(run: RunFacts) -> list[str]:
+    results = {name: f"{value:.4g}" for name, value in run.evaluation.items()}
+    return [f"## Results\n\nOn `{run.data}`, split `{run.eval_split}`:\n\n{_table(results)}"] if results else []
+
+
+# The model
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model in words: ``task`` as the hub calls it, ``facts`` as rows of a table, ``usage`` as code by language.
+
+    ``config`` is the content of ``config.json``.
+    """
+
+    task: str
+    summary: str
+    facts: dict[str, str]
+    labels: tuple[str, ...]
+    usage: dict[str, str]
+    config: dict[str, Any]
+
+
+def model_facts(description: Description) -> ModelFacts:
+    """The model of a classifier's or a detector's file."""
+    of = _detector_facts if description.format == DETECTOR else _classifier_facts
+    return of(description.config, description.info)
+
+
+def _classifier_facts(data: Mapping[str, Any], info: Mapping[str, Any]) -> ModelFacts:
+    config = ModelConfig.from_dict(data)
+    plain = timm_config(config, info)
+    prepared = plain["pretrained_cfg"]
+    changed = ", ".join(plain["model_args"])
+    facts = {
+        "architecture": plain["architecture"] + (f", with its own {changed}" if changed else ""),
+        "parameters": f"{count_parameters(config).trainable / 1e6:.2f} M",
+        f"multiply-accumulates of an image of {_by(config.img_size)}": f"{paper_macs(config).total / 1e6:,.1f} M",
+        "input": f"{config.in_chans} × {_by(prepared['input_size'][1:])}",
+        "mean, standard deviation": f"{_numbers(prepared['mean'])}; {_numbers(prepared['std'])}",
+        "resizing": f"{prepared['interpolation']}, then the centre {prepared['crop_pct']:.1%} of the shorter side",
+    }
+    usage = {
+        "bash": "vil predict FOLDER IMAGE\nvil evaluate FOLDER --data DATA",
+        "python": (
+            "import timm\n"
+            "from vision_longformer.hub import from_pretrained  # makes timm know our models, too\n\n"
+            'model = from_pretrained("FOLDER")\n'
+            'same = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or "hf-hub:OWNER/NAME"'
+        ),
+    }
+    if not config.num_classes:
+        del usage["bash"]
+        return ModelFacts("image-feature-extraction", "A Vision Longformer without a head.", facts, (), usage, plain)
+    summary = f"A Vision Longformer that classifies images into {config.num_classes} classes."
+    labels = tuple(plain.get("label_names", ()))
+    return ModelFacts("image-classification", summary, facts, labels, usage, plain)
+
+
+def _detector_facts(data: Mapping[str, Any], info: Mapping[str, Any]) -> ModelFacts:
+    from ..detection import DetectorConfig, build_detector
+
+    config = DetectorConfig.from_dict(data)
+    labels = tuple(str(category["name"]) for category in info.get("categories", ()))
+    name, results = {"retinanet": ("RetinaNet", "boxes"), "mask_rcnn": ("Mask R-CNN", "boxes and masks")}[config.kind]
+    parameters = sum(parameter.numel() for parameter in build_detector(config).parameters())
+    facts = {
+        "backbone": config.backbone,
+        "parameters": f"{parameters / 1e6:.2f} M",
+        "input": f"shorter side {config.min_size[-1]}, longer side at most {config.max_size}",
+    }
+    usage = {
+        "bash": "vil detect predict FOLDER IMAGE",
+        "python": 'from vision_longformer.hub import from_pretrained\n\nmodel = from_pretrained("FOLDER")',
+    }
+    summary = f"A {name} on a Vision Longformer that detects objects of {config.num_classes} classes, with {results}."
+    plain = {"detector": config.to_dict(), "label_names": labels}
+    return ModelFacts("object-detection", summary, facts, labels, usage, plain)
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]}×{size[1]}"
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+# The model as timm knows it
+
 
 def timm_config(config: ModelConfig, info: Mapping[str, Any]) -> dict[str, Any]:
-    """For ``timm.create_model("local-dir:FOLDER", pretrained=True)``, once ``vision_longformer`` is imported.
+    """The ``config.json`` for ``timm.create_model("local-dir:FOLDER", pretrained=True)``.
 
-    ``info`` is that of the checkpoint; without preprocessing in it, images are prepared as for ImageNet.
+    It names a registered model, what to change of it, and how images are prepared. ``info`` is that of the checkpoint;
+    without preprocessing in it, images are prepared as for ImageNet.
     """
     name = nearest_model(config)
     prepared = dict(info.get("preprocessing", {}))
@@ -67,86 +221,15 @@ def model_args(name: str, config: ModelConfig) -> dict[str, Any]:
     return {field: value for field, value in config.to_dict().items() if value != named[field]}
 
 
-@dataclass(frozen=True)
-class About:
-    """A model in words: ``task`` as the hub calls it, ``facts`` as rows of a table, ``use`` as code by language."""
-
-    task: str
-    summary: str
-    facts: dict[str, str]
-    labels: tuple[str, ...]
-    use: dict[str, str]
-    config: dict[str, Any]
-
-
-def about(description: Description) -> About:
-    """The model of a classifier's or a detector's file."""
-    of = _about_detector if description.format == DETECTOR else _about_classifier
-    return of(description.config, description.info)
-
-
-def _about_classifier(data: Mapping[str, Any], info: Mapping[str, Any]) -> About:
-    config = ModelConfig.from_dict(data)
-    plain = timm_config(config, info)
-    prepared = plain["pretrained_cfg"]
-    changed = ", ".join(plain["model_args"])
-    facts = {
-        "architecture": plain["architecture"] + (f", with its own {changed}" if changed else ""),
-        "parameters": f"{count_parameters(config).trainable / 1e6:.2f} M",
-        f"multiply-accumulates of an image of {_by(config.img_size)}": f"{paper_macs(config).total / 1e6:,.1f} M",
-        "input": f"{config.in_chans} × {_by(prepared['input_size'][1:])}",
-        "mean, standard deviation": f"{_numbers(prepared['mean'])}; {_numbers(prepared['std'])}",
-        "resizing": f"{prepared['interpolation']}, then the centre {prepared['crop_pct']:.1%} of the shorter side",
-    }
-    use = {
-        "bash": "vil predict FOLDER IMAGE\nvil evaluate FOLDER --data DATA",
-        "python": (
-            "import timm\n"
-            "from vision_longformer.hub import from_pretrained  # makes timm know our models, too\n\n"
-            'model = from_pretrained("FOLDER")\n'
-            'same = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or "hf-hub:OWNER/NAME"'
-        ),
-    }
-    if not config.num_classes:
-        del use["bash"]
-        return About("image-feature-extraction", "A Vision Longformer without a head.", facts, (), use, plain)
-    summary = f"A Vision Longformer that tells {config.num_classes} classes of images apart."
-    labels = tuple(plain.get("label_names", ()))
-    return About("image-classification", summary, facts, labels, use, plain)
-
-
-def _about_detector(data: Mapping[str, Any], info: Mapping[str, Any]) -> About:
-    from ..detection import DetectorConfig, build_detector
-
-    config = DetectorConfig.from_dict(data)
-    labels = tuple(str(category["name"]) for category in info.get("categories", ()))
-    name, finds = {"retinanet": ("RetinaNet", "boxes"), "mask_rcnn": ("Mask R-CNN", "boxes and masks")}[config.kind]
-    parameters = sum(parameter.numel() for parameter in build_detector(config).parameters())
-    facts = {
-        "backbone": config.backbone,
-        "parameters": f"{parameters / 1e6:.2f} M",
-        "input": f"shorter side {config.min_size[-1]}, longer side at most {config.max_size}",
-    }
-    use = {
-        "bash": "vil detect predict FOLDER IMAGE",
-        "python": 'from vision_longformer.hub import from_pretrained\n\nmodel = from_pretrained("FOLDER")',
-    }
-    summary = f"A {name} on a Vision Longformer that finds {config.num_classes} kinds of objects, with {finds}."
-    plain = {"detector": config.to_dict(), "label_names": labels}
-    return About("object-detection", summary, facts, labels, use, plain)
-
-
-def _by(size: tuple[int, int]) -> str:
-    return f"{size[0]}×{size[1]}"
-
-
-def _numbers(values: tuple[float, ...]) -> str:
-    return ", ".join(f"{value:g}" for value in values)
+# The run
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """``recipe`` is the YAML of what differs from the defaults; ``evaluation`` is empty if none is known to belong."""
+    """What a run directory says about a checkpoint in it.
+
+    ``recipe`` is the YAML of what differs from the defaults; ``evaluation`` is empty if none is known to belong.
+    """
 
     data: str
     train_split: str
@@ -164,15 +247,14 @@ def run_facts(checkpoint: Path, format: str) -> RunFacts | None:
     task = _task_type(format)
     recipe: Any = resolve(task.recipe_type, str(folder / RECIPE))
     data = _public(recipe.data)
-    shown = replace(recipe, data=data, init=recipe.init and _public(recipe.init))
+    yaml = to_yaml(replace(recipe, data=data, init=recipe.init and _public(recipe.init)), changed_only=True)
     packages = json.loads((folder / ENVIRONMENT).read_text())["packages"]
     evaluation = _run_evaluation(RunDirectory(folder), checkpoint.stem, task.score)
-    yaml = to_yaml(shown, changed_only=True)
     return RunFacts(data, recipe.train_split, recipe.eval_split, yaml, packages, evaluation)
 
 
 def _task_type(format: str) -> type[TrainingTask]:
-    """The training task that files of this format come from."""
+    """The training task whose checkpoints have this format."""
     if format == DETECTOR:
         from ..detection.task import DetectionTask
 
@@ -188,83 +270,16 @@ def _public(path: str) -> str:
 
 
 def _run_evaluation(run: RunDirectory, name: str, score: str) -> dict[str, float]:
-    """The evaluation of the ``best`` or the ``last`` checkpoint; of others it is not known."""
-    found = [record["evaluation"] for record in run.records() if "evaluation" in record]
-    if not found or name not in ("best", "last"):
+    """The evaluation of the ``best`` or the ``last`` checkpoint, without results that are not numbers.
+
+    Of other checkpoints it is not known. The best has the highest ``score``; of equal ones, the first was saved.
+    """
+    evaluations = [_numeric(record["evaluation"]) for record in run.records() if "evaluation" in record]
+    if not evaluations or name not in ("best", "last"):
         return {}
-    return max(found, key=lambda one: -inf if one[score] is None else one[score]) if name == "best" else found[-1]
+    scored = [evaluation for evaluation in evaluations if score in evaluation]
+    return max(scored, key=lambda evaluation: evaluation[score]) if name == "best" and scored else evaluations[-1]
 
 
-MOST_LABELS = 100
-"""Labels that a card lists; more are in ``config.json``."""
-
-METRICS = {"image-classification": ("top1", "accuracy"), "object-detection": ("box_AP", "map")}
-"""By task, the measure that goes into the card's header, and what the hub calls it."""
-
-
-def model_card(name: str, about: About, run: RunFacts | None, license: str | None) -> ModelCard:
-    """The card of a model; ``run`` is None if nothing is known of its training, and so may the ``license`` be."""
-    header = ModelCardData(
-        license=license,
-        library_name="vision-longformer",
-        pipeline_tag=about.task,
-        tags=["vision-longformer", about.task],
-        datasets=None if run is None else [_data_set(run.data)],
-        **_results(name, about.task, run),
-    )
-    sections = [f"# {name}", about.summary, _table(about.facts), *_labels(about), _use(about)]
-    if run is not None:
-        sections += [_training(run), *_evaluation(run)]
-    return ModelCard(f"---\n{header}\n---\n\n" + "\n\n".join(sections) + "\n")
-
-
-def _data_set(data: str) -> str:
-    """A data set's name as the hub may know it: ``hfds/owner/name``, ``torch/cifar10`` or ``garments:320`` cut down."""
-    return data.removeprefix("hfds/").removeprefix("torch/").partition(":")[0]
-
-
-def _results(name: str, task: str, run: RunFacts | None) -> dict[str, Any]:
-    """The main measure, in the form that the hub shows beside a model."""
-    key, metric = METRICS.get(task, ("", ""))
-    if run is None or key not in run.evaluation:
-        return {}
-    result = EvalResult(
-        task_type=task,
-        dataset_type=_data_set(run.data),
-        dataset_name=run.data,
-        dataset_split=run.eval_split,
-        metric_type=metric,
-        metric_name=key,
-        metric_value=run.evaluation[key],
-    )
-    return {"metrics": [metric], "eval_results": [result], "model_name": name}
-
-
-def _table(rows: Mapping[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
-
-
-def _labels(about: About) -> list[str]:
-    if not about.labels:
-        return []
-    shown = ", ".join(about.labels) if len(about.labels) <= MOST_LABELS else "`label_names` in `config.json`"
-    return [f"Classes: {shown}."]
-
-
-def _use(about: About) -> str:
-    blocks = [f"```{language}\n{code}\n```" for language, code in about.use.items()]
-    where = "`FOLDER` is this folder, or `hf-hub:OWNER/NAME` when it is on the Hugging Face Hub."
-    return "\n\n".join(["## Use", where, *blocks])
-
-
-def _training(run: RunFacts) -> str:
-    with_ = ", ".join(f"{name} {version}" for name, version in run.packages.items())
-    return (
-        f"## Data and recipe\n\nTrained on `{run.data}`, split `{run.train_split}`, with {with_}. "
-        f"What the recipe changes of the defaults:\n\n```yaml\n{run.recipe.rstrip()}\n```"
-    )
-
-
-def _evaluation(run: RunFacts) -> list[str]:
-    measured = {name: f"{value:.4g}" for name, value in run.evaluation.items() if value is not None}
-    return [f"## Results\n\nOn `{run.data}`, split `{run.eval_split}`:\n\n{_table(measured)}"] if measured else []
+def _numeric(results: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in results.items() if value is not None and not isnan(value)}

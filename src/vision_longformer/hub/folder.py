@@ -1,6 +1,6 @@
-"""A model as a folder: ``model.safetensors``, ``config.json`` (also for timm) and a model card, ``README.md``.
+"""A model as a folder, on this machine or on the Hugging Face Hub.
 
-Folders to the Hugging Face Hub.
+It holds ``model.safetensors``, ``config.json`` (also for timm) and a model card, ``README.md``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import nn
 from ..checkpoint import load, save
 from ..checkpoint.location import HUB, WEIGHTS, unreachable, weights_file
 from ..checkpoint.native import DETECTOR, describe
-from ..models import VisionLongformer
-from .card import about, model_card, run_facts
+from ..models.vision_longformer import VisionLongformer
+from .card import model_card, model_facts, run_facts
 
 
 def save_pretrained(source: nn.Module | str | Path, folder: str | Path, *, license: str | None = None) -> Path:
     """Write a model to a new folder that appears whole or not at all.
 
     ``source`` is a model of ours, or a checkpoint, whose classes and preprocessing go along; if it is the best or last
-    one of a run directory, the card tells of the run, too. ``license`` is the hub's name of one, such as ``"mit"``.
+    one of a run directory, the card describes the run, too. ``license`` is the hub's name of one, such as ``"mit"``.
     """
     folder = Path(folder)
     with _new_folder(folder) as temporary:
@@ -39,9 +39,9 @@ def save_pretrained(source: nn.Module | str | Path, folder: str | Path, *, licen
             origin = weights_file(source)
             shutil.copyfile(origin, weights)
         description = describe(weights)
-        model = about(description)
+        model, run = model_facts(description), run_facts(origin, description.format)
         (temporary / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
-        model_card(folder.name, model, run_facts(origin, description.format), license).save(temporary / "README.md")
+        model_card(folder.name, model, run, license).save(temporary / "README.md")
     return folder
 
 
