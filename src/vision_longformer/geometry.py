@@ -1,10 +1,8 @@
-"""The only place for 2-D index arithmetic: grids, chunks, neighbours, window rules, relative offsets.
+"""Grids of tokens and chunks in plain numbers, without torch; tensors made from them are in ``ops/tables.py``.
 
 A map of tokens is cut into chunks of w×w, padded at the bottom and right to whole chunks. A query sees keys of its own
-chunk and the eight around it. Everything separates into rows and columns, so each table here is built by broadcasting
-two small per-axis tables; nothing loops over tokens.
-
-Blocks 0..8 are the nine chunks around a query, row by row, 4 being its own. Neighbours 1..8 are the same without 4::
+chunk and the eight around it. Blocks 0..8 are the nine chunks around a query, row by row, 4 being its own. Neighbours
+1..8 are the same without 4::
 
     block      0 1 2     neighbour  1 2 3
                3 4 5                4 · 5
@@ -28,11 +26,22 @@ RULES = ("chunk", "exact", "cyclic", "cyclic_release")
 - ``cyclic_release``: as ``cyclic``, but zero padding reached by wrapping is attended to, as in the authors' release.
 """
 
-
 BLOCKS = tuple((row, column) for row in (-1, 0, 1) for column in (-1, 0, 1))
+"""Rows and columns of chunks from a query's chunk to each of its nine blocks."""
+
+SELF_BLOCK = BLOCKS.index((0, 0))
+
+NEIGHBOURS = BLOCKS[:SELF_BLOCK] + BLOCKS[SELF_BLOCK + 1 :]
+"""Rows and columns of chunks to neighbours 1..8, the first being neighbour 1."""
 
 
-SELF_BLOCK = 4
+def is_cyclic(rule: str) -> bool:
+    return rule.startswith("cyclic")
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b`` rounded up."""
+    return -(-a // b)
 
 
 class Grid(NamedTuple):
@@ -53,7 +62,3 @@ class Grid(NamedTuple):
     def chunks(self, window: int) -> Grid:
         """The grid of chunks that covers this grid."""
         return self.reduced(window, pad=True)
-
-
-def is_cyclic(rule: str) -> bool:
-    return rule.startswith("cyclic")

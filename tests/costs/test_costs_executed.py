@@ -106,7 +106,7 @@ def test_an_operator_of_unknown_cost_is_refused(monkeypatch: pytest.MonkeyPatch)
         return q.clone()
 
     mystery.register_fake(torch.empty_like)
-    module = SimpleNamespace(refusal=lambda spec, q: None, attend=lambda q, *rest: mystery(q))
+    module = SimpleNamespace(refusal=lambda spec, q: None, attend=lambda inputs, spec: mystery(inputs.q))
     monkeypatch.setitem(IMPLEMENTATIONS, "mystery", module)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the cost of vision_longformer_test.mystery is unknown"):
         executed_macs(model_config("vision_longformer_tiny"), implementation="mystery")

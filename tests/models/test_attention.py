@@ -23,7 +23,7 @@ from vision_longformer.models.attention import (
 )
 from vision_longformer.models.attention.performer import orthogonal_features
 from vision_longformer.models.config import StageConfig
-from vision_longformer.ops.chunks import map_bias
+from vision_longformer.ops.tables import map_bias
 
 DIM, HEADS = 12, 3
 

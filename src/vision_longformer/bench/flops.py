@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..geometry import SELF_BLOCK
-from ..ops.chunks import axis_window, chunk_tables
+from ..ops.tables import axis_window, chunk_tables
 from .cases import BATCHED_MATMUL, FORWARD_BACKWARD, FULL_ATTENTION, LARGE_MATMUL, AttentionWorkload, Case
 
 TEMPORARY_BYTES_PER_SECOND = 5e8

@@ -63,7 +63,7 @@ def _print_implementations(device: torch.device) -> None:
         answers = []
         for rule, size in CASES:
             grid = Grid(*size)
-            spec = LocalSpec(grid=grid, window=7, rule=rule, neighbours="all", dilation=1, scale=32**-0.5)
+            spec = LocalSpec(grid=grid, window=7, rule=rule, neighbour_mode="all", dilation=1, scale=32**-0.5)
             answers.append(why_not(name, spec, torch.empty(1, grid.tokens, 3, 32, device=device)))
         can = [f"{rule} {size_text(size)}" for (rule, size), answer in zip(CASES, answers, strict=True) if not answer]
         reasons = dict.fromkeys(answer for answer in answers if answer)

@@ -16,51 +16,50 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..geometry import SELF_BLOCK, Grid, is_cyclic
+from ..geometry import SELF_BLOCK, Grid, ceil_div, is_cyclic
 from ..models import VisionLongformer
 from ..models.config import ModelConfig, size_pair
-from ..ops import IMPLEMENTATIONS
-from ..ops.chunks import chunk_tables
+from ..ops.operator import OPERATORS, spec_of
+from ..ops.spec import LocalSpec
+from ..ops.tables import chunk_tables
 from .formulas import ModelMacs, StageMacs
 
-NEEDED = {"q", "k", "height", "width", "window", "rule", "neighbours"}
-"""Arguments by which an operator says what it computes."""
+
+def operator_formulas() -> dict[Any, Callable[..., int]]:
+    """A formula for each of our operators, in the form that torch's counter takes."""
+    return dict.fromkeys(OPERATORS.values(), _operator_flops)
 
 
-def kernel_formulas() -> dict[Any, Callable[..., int]]:
-    """FLOPs (twice the MACs) of our operators, in the form that torch's counter takes; see :func:`block_pairs`."""
-    operators = [getattr(torch.ops.vision_longformer, name, None) for name in IMPLEMENTATIONS]
-    formulas: dict[Any, Callable[..., int]] = {}
-    for operator in filter(None, operators):
-        names = [argument.name for argument in operator.default._schema.arguments]
-        if set(names) >= NEEDED:
-            formulas[operator] = _formula(names)
-    return formulas
+def _operator_flops(*arguments: Any, out_shape: Any = None) -> int:
+    """FLOPs (twice the MACs) of scores and context. Tensors come as their shapes, q as (B, N, heads, dim)."""
+    (batch, tokens, heads, dim), (_, keys, *_), spec = arguments[0], arguments[1], spec_of(arguments)
+    dilations = (spec.dilation,) * heads if isinstance(spec.dilation, int) else spec.dilation
+    pairs = sum(_dilated_pairs(spec, dilation) + tokens * (keys - tokens) for dilation in dilations)
+    return 4 * batch * dim * pairs
 
 
-def _formula(names: list[str]) -> Callable[..., int]:
-    def flops(*values: Any, out_shape: Any = None, **options: Any) -> int:
-        """Scores and context; tensors come as their shapes, q as (B, N, heads, dim)."""
-        given = {**dict(zip(names, values, strict=False)), **options}
-        grid, (batch, tokens, heads, dim) = Grid(given["height"], given["width"]), given["q"]
-        pairs = block_pairs(grid, given["window"], given["rule"], given["neighbours"])
-        pairs += tokens * (given["k"][1] - tokens)
-        return 4 * batch * heads * dim * pairs
+def _dilated_pairs(spec: LocalSpec, dilation: int) -> int:
+    """As :func:`block_pairs`; a dilation of d makes d×d interleaved maps of one."""
+    height, width = spec.grid
+    maps = (
+        Grid(ceil_div(height - row, dilation), ceil_div(width - column, dilation))
+        for row in range(min(dilation, height))
+        for column in range(min(dilation, width))
+    )
+    return sum(block_pairs(grid, spec.window, spec.rule, spec.neighbour_mode) for grid in maps)
 
-    return flops
 
-
-def block_pairs(grid: Grid, window: int, rule: str, neighbours: str = "all") -> int:
-    """Pairs of a query and a local key over the nine blocks of each query, or (``"self"``) over its own.
+def block_pairs(grid: Grid, window: int, rule: str, neighbour_mode: str = "all") -> int:
+    """Pairs of a query and a local key in the blocks that the query sees.
 
     Kernels compute these whole, and the ``exact`` rule then masks some. Keys beyond the map are left out, but cyclic
-    rules multiply padding with the rest.
+    rules multiply padding with the rest. For one neighbour it is the mean over the eight, rounded down.
     """
-    cpu = torch.device("cpu")
-    inside = chunk_tables(grid, window, "chunk", cpu).valid
-    blocks = slice(None) if neighbours == "all" else slice(SELF_BLOCK, SELF_BLOCK + 1)
+    inside = chunk_tables(grid, window, "chunk", torch.device("cpu")).valid
     keys = torch.ones_like(inside) if is_cyclic(rule) else inside
-    return int((inside[SELF_BLOCK].sum(-1) * keys[blocks].sum((0, 2))).sum())
+    pairs = (inside[SELF_BLOCK].sum(-1) * keys.sum(-1)).sum(1)
+    own, others = int(pairs[SELF_BLOCK]), int(pairs.sum() - pairs[SELF_BLOCK])
+    return own + {"all": others, "self": 0, "one": others // 8}[neighbour_mode]
 
 
 TRANSPARENT = ("aten", "prim", "prims")
@@ -89,7 +88,7 @@ def executed_macs(config: ModelConfig, size: tuple[int, int] | None = None, impl
         model = VisionLongformer(config).eval()
         image = torch.empty(1, config.in_chans, height, width)
     model.set_attention_implementation(implementation)
-    counter = FlopCounterMode(display=False, custom_mapping=kernel_formulas())
+    counter = FlopCounterMode(display=False, custom_mapping=operator_formulas())
     with torch.no_grad(), _RefuseUncounted(counter), counter:
         model(image)
     return _by_stage(config.grids((height, width)), counter)

@@ -17,7 +17,7 @@ from ..geometry import Grid
 from ..models.attention import FullAttention, LongformerAttention
 from ..models.config import Full, Longformer
 from ..models.vision_longformer import Stage, VisionLongformer
-from ..ops.chunks import axis_blocks
+from ..ops.tables import axis_blocks
 
 EXPLAINABLE = (Longformer, Full)
 

@@ -28,9 +28,9 @@ from torch.nn import functional as F
 from ..geometry import Grid
 from ..models.attention import FullAttention, LongformerAttention
 from ..models.config import ModelConfig
-from ..ops.chunks import map_offsets, table_lookup
-from ..ops.reference import masked_dense
-from ..ops.spec import LocalSpec
+from ..ops.reference.masked_dense import MASKED_DENSE
+from ..ops.spec import Inputs, LocalSpec
+from ..ops.tables import map_offsets, table_lookup
 from .layers import Layer, Strip, tokens_at
 
 Progress = Callable[[int, int], None]
@@ -113,7 +113,7 @@ def _local_weights(layer: Layer, rows: Strip, columns: Strip, keys: Tensor) -> T
     if attention.bias is not None:
         bias, global_bias = attention.bias.table, attention.bias.to_global(count)
     spec = LocalSpec(grid, attention.window, attention.rule, layer.neighbours, 1, attention.scale)
-    weights = masked_dense.attend(q[None, keys[count:]], k[None, keys], units, bias, global_bias, None, spec)
+    weights = MASKED_DENSE.attend(Inputs(q[None, keys[count:]], k[None, keys], units, bias, global_bias), spec)
     return weights[0, tokens_at(rows.inner, columns.inner, grid, k.device)].transpose(0, 1)
 
 

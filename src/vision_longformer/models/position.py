@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ..errors import check_choice
 from ..geometry import Grid
-from ..ops.chunks import in_order
+from ..ops.chunks import contiguous_copy
 from .config import ADAPT_TABLE_RESIZE, TABLE_RESIZES
 
 
@@ -69,8 +69,8 @@ class AbsolutePosition(nn.Module):
 
     def set_grid(self, grid: Grid) -> None:
         """Make the tables for another map."""
-        self.rows = nn.Parameter(in_order(resize_axis(self.rows.detach(), grid.height)))
-        self.columns = nn.Parameter(in_order(resize_axis(self.columns.detach(), grid.width)))
+        self.rows = nn.Parameter(contiguous_copy(resize_axis(self.rows.detach(), grid.height)))
+        self.columns = nn.Parameter(contiguous_copy(resize_axis(self.columns.detach(), grid.width)))
 
 
 class AbsolutePosition1d(nn.Module):
@@ -88,7 +88,7 @@ class AbsolutePosition1d(nn.Module):
 
     def set_grid(self, grid: Grid) -> None:
         """Make the table for another map."""
-        self.table = nn.Parameter(in_order(resize_map(self.table.detach(), self.grid, grid)))
+        self.table = nn.Parameter(contiguous_copy(resize_map(self.table.detach(), self.grid, grid)))
         self.grid = grid
 
 

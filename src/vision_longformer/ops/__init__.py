@@ -1,5 +1,5 @@
-"""Pure functions on tensors: local attention over a grid, with global tokens."""
+"""Local attention over a grid with global tokens, as a function of tensors."""
 
-from .local_attention import IMPLEMENTATIONS, local_attention, why_not
+from .local_attention import IMPLEMENTATIONS, automatic, local_attention, why_not
 
-__all__ = ["IMPLEMENTATIONS", "local_attention", "why_not"]
+__all__ = ["IMPLEMENTATIONS", "automatic", "local_attention", "why_not"]

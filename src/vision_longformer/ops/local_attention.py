@@ -1,41 +1,46 @@
-"""Local attention over a grid of tokens with global tokens: what it means, and who computes it."""
+"""Local attention over a grid of tokens with global tokens: what it means, and which implementation computes it."""
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..errors import check_at_least, check_choice
 from ..geometry import RULES, Grid
-from . import flex
-from .chunked import shifted_chunk, sliding_chunk, sliding_chunk_autograd, whole_map
-from .cpu import kernel as fused_cpu
-from .reference import masked_dense, unfold_nn, unfold_tensor
-from .spec import LocalSpec
-from .tiled import attention as tiled
-from .triton import attention as triton_gpu
+from .chunked.shifted_chunk import SHIFTED_CHUNK
+from .chunked.sliding_chunk import SLIDING_CHUNK, SLIDING_CHUNK_AUTOGRAD
+from .chunked.whole_map import WHOLE_MAP
+from .cpu import FUSED_CPU
+from .flex import FLEX
+from .reference.masked_dense import MASKED_DENSE
+from .reference.unfold import UNFOLD_NN, UNFOLD_TENSOR
+from .spec import Implementation, Inputs, LocalSpec
+from .tiled import TILED
+from .triton import TRITON_GPU
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {
-    "triton_gpu": triton_gpu,
-    "fused_cpu": fused_cpu,
-    "whole_map": whole_map,
-    "tiled": tiled,
-    "flex": flex,
-    "sliding_chunk": sliding_chunk,
-    "sliding_chunk_autograd": sliding_chunk_autograd,
-    "shifted_chunk": shifted_chunk,
-    "unfold_tensor": unfold_tensor,
-    "unfold_nn": unfold_nn,
-    "masked_dense": masked_dense,
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "triton_gpu": TRITON_GPU,
+    "fused_cpu": FUSED_CPU,
+    "whole_map": WHOLE_MAP,
+    "tiled": TILED,
+    "flex": FLEX,
+    "sliding_chunk": SLIDING_CHUNK,
+    "sliding_chunk_autograd": SLIDING_CHUNK_AUTOGRAD,
+    "shifted_chunk": SHIFTED_CHUNK,
+    "unfold_tensor": UNFOLD_TENSOR,
+    "unfold_nn": UNFOLD_NN,
+    "masked_dense": MASKED_DENSE,
 }
-"""All implementations; ``auto`` takes the first of :data:`AUTOMATIC` that can run, or of :data:`PORTABLE`."""
+"""All implementations. They differ in speed and memory only."""
 
 AUTOMATIC = ("triton_gpu", "fused_cpu", "whole_map", "tiled", "unfold_tensor")
+"""``auto`` takes the first of these that can run."""
 
 PORTABLE = ("whole_map", "shifted_chunk", "sliding_chunk_autograd", "unfold_tensor")
-"""What ``torch.export`` gets: nothing but PyTorch's own operators, and the same ones for all sizes of a map."""
+"""What ``auto`` takes from under ``torch.export``: PyTorch's own operators only, the same ones for all sizes of map."""
 
 
 def local_attention(
@@ -49,7 +54,7 @@ def local_attention(
     neighbours: str | int | Tensor = "all",
     bias: Tensor | None = None,
     global_bias: Tensor | None = None,
-    dilation: int | tuple[int, ...] = 1,
+    dilation: int | Sequence[int] = 1,
     scale: float | None = None,
     implementation: str = "auto",
 ) -> Tensor:
@@ -75,21 +80,13 @@ def local_attention(
     """
     grid = Grid(*grid)
     _check_tensors(q, k, v, grid, window, bias, global_bias)
-    kind, neighbour = _neighbour_tensor(neighbours, q.device)
-    _check_window(rule, dilation, kind, q.shape[2])
+    neighbour_mode, neighbour = _read_neighbours(neighbours, q.device)
+    steps = _read_dilation(dilation, rule, neighbour_mode, q.shape[2])
     q, k, v = _autocast(q), _autocast(k), _autocast(v)
     bias, global_bias = (None if x is None else x.to(q.dtype) for x in (bias, global_bias))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if isinstance(dilation, int):
-        spec = LocalSpec(grid, window, rule, kind, dilation, scale)
-        return _choose(implementation, spec, q).attend(q, k, v, bias, global_bias, neighbour, spec)
-    out = torch.empty_like(q)
-    for step in sorted(set(dilation)):
-        spec = LocalSpec(grid, window, rule, kind, step, scale)
-        heads = [head for head, own in enumerate(dilation) if own == step]
-        part = [x[:, :, heads] for x in (q, k, v)] + [None if x is None else x[heads] for x in (bias, global_bias)]
-        out[:, :, heads] = _choose(implementation, spec, q).attend(*part, neighbour, spec)
-    return out
+    inputs = Inputs(q, k, v, bias, global_bias, neighbour)
+    return _attend(inputs, LocalSpec(grid, window, rule, neighbour_mode, steps, scale), implementation)
 
 
 def why_not(implementation: str, spec: LocalSpec, q: Tensor) -> str | None:
@@ -98,18 +95,36 @@ def why_not(implementation: str, spec: LocalSpec, q: Tensor) -> str | None:
     return IMPLEMENTATIONS[implementation].refusal(spec, q)
 
 
-def _choose(implementation: str, spec: LocalSpec, q: Tensor) -> ModuleType:
-    if implementation == "auto":
-        candidates = PORTABLE if torch.compiler.is_exporting() else AUTOMATIC
-        implementation = next(name for name in candidates if why_not(name, spec, q) is None)
-    reason = why_not(implementation, spec, q)
-    if reason is not None:
-        raise ValueError(f"implementation {implementation!r} cannot run this: {reason}")
-    return IMPLEMENTATIONS[implementation]
+def automatic(spec: LocalSpec, q: Tensor) -> str:
+    """The implementation that ``auto`` takes: the first that can run this; if none can, the last, to say why not."""
+    candidates = PORTABLE if torch.compiler.is_exporting() else AUTOMATIC
+    return next((name for name in candidates if why_not(name, spec, q) is None), candidates[-1])
 
 
-def _neighbour_tensor(neighbours: str | int | Tensor, device: torch.device) -> tuple[str, Tensor | None]:
-    """``"all"``, ``"self"`` or ``"one"``, and for the latter the neighbour as a 0-dimensional tensor."""
+def _attend(inputs: Inputs, spec: LocalSpec, implementation: str) -> Tensor:
+    name = automatic(spec, inputs.q) if implementation == "auto" else implementation
+    reason = why_not(name, spec, inputs.q)
+    if reason is None:
+        return IMPLEMENTATIONS[name].attend(inputs, spec)
+    if isinstance(spec.dilation, tuple):
+        return _attend_by_dilation(inputs, spec, spec.dilation, implementation)
+    raise ValueError(f"implementation {name!r} cannot run this: {reason}")
+
+
+def _attend_by_dilation(inputs: Inputs, spec: LocalSpec, dilation: tuple[int, ...], implementation: str) -> Tensor:
+    """Heads of the same dilation together."""
+    q, k, v, bias, global_bias, neighbour = inputs
+    out = torch.empty_like(q)
+    for step in sorted(set(dilation)):
+        heads = [head for head, given in enumerate(dilation) if given == step]
+        own_bias, own_global_bias = (None if x is None else x[heads] for x in (bias, global_bias))
+        part = Inputs(q[:, :, heads], k[:, :, heads], v[:, :, heads], own_bias, own_global_bias, neighbour)
+        out[:, :, heads] = _attend(part, replace(spec, dilation=step), implementation)
+    return out
+
+
+def _read_neighbours(neighbours: str | int | Tensor, device: torch.device) -> tuple[str, Tensor | None]:
+    """The neighbour mode and, for mode ``"one"``, the neighbour as a 0-dimensional tensor."""
     if isinstance(neighbours, Tensor):
         if neighbours.numel() != 1 or neighbours.is_floating_point():
             raise ValueError(f"neighbours must be one integer, not {neighbours.dtype} of {tuple(neighbours.shape)}")
@@ -126,6 +141,22 @@ def _neighbour_tensor(neighbours: str | int | Tensor, device: torch.device) -> t
 def _check_neighbour(number: int) -> None:
     if isinstance(number, bool) or not 1 <= number <= 8:
         raise ValueError(f"neighbours is {number}; a neighbour is 1..8, or use 'all' or 'self'")
+
+
+def _read_dilation(dilation: int | Sequence[int], rule: str, neighbour_mode: str, heads: int) -> int | tuple[int, ...]:
+    """One number if all heads have the same, else one per head."""
+    check_choice("window rule", rule, RULES)
+    steps = (dilation,) if isinstance(dilation, int) else tuple(dilation)
+    for step in steps:
+        check_at_least("dilation", step, 1)
+    if not isinstance(dilation, int) and len(steps) != heads:
+        raise ValueError(f"dilation names {len(steps)} heads, but there are {heads}")
+    if max(steps) > 1 and (rule != "exact" or neighbour_mode != "all"):
+        raise ValueError(
+            "dilation above 1 is defined for rule 'exact' with all neighbours only, "
+            f"not for {rule!r}, {neighbour_mode!r}"
+        )
+    return steps[0] if len(set(steps)) == 1 else steps
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -155,16 +186,3 @@ def _check_tensors(
         raise ValueError(f"bias is {tuple(bias.shape)}; window {window} needs ({heads}, {side}, {side})")
     if global_bias is not None and global_bias.shape != (heads, global_tokens):
         raise ValueError(f"global_bias is {tuple(global_bias.shape)}; it must be ({heads}, {global_tokens})")
-
-
-def _check_window(rule: str, dilation: int | tuple[int, ...], neighbours: str, heads: int) -> None:
-    check_choice("window rule", rule, RULES)
-    steps = (dilation,) if isinstance(dilation, int) else tuple(dilation)
-    for step in steps:
-        check_at_least("dilation", step, 1)
-    if not isinstance(dilation, int) and len(steps) != heads:
-        raise ValueError(f"dilation names {len(steps)} heads, but there are {heads}")
-    if max(steps) > 1 and (rule != "exact" or neighbours != "all"):
-        raise ValueError(
-            f"dilation above 1 is defined for rule 'exact' with all neighbours only, not for {rule!r}, {neighbours!r}"
-        )

@@ -1,28 +1,87 @@
-"""What all implementations of local attention are told."""
+"""The interface between :func:`~vision_longformer.ops.local_attention` and its implementations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
 
 from ..geometry import Grid
+
+NEIGHBOUR_MODES = ("all", "self", "one")
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, of one dtype.
+
+    ``q`` is (B, N, heads, dim), ``k`` and ``v`` (B, G + N, heads, dim) with the global tokens first, ``bias``
+    (heads, 4w-1, 4w-1), ``global_bias`` (heads, G), ``neighbour`` an integer 1..8 of shape ().
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    global_bias: Tensor | None = None
+    neighbour: Tensor | None = None
+
+    @property
+    def global_tokens(self) -> int:
+        return self.k.shape[1] - self.q.shape[1]
 
 
 @dataclass(frozen=True)
 class LocalSpec:
     """Which keys a local query sees, and the scale of its scores.
 
-    ``neighbours`` is ``"all"``, ``"self"`` or ``"one"`` (its own chunk and the neighbour given beside the spec as a
-    0-dimensional tensor, so that a compiled graph serves all eight).
+    ``neighbour_mode`` is one of :data:`NEIGHBOUR_MODES`. With ``"one"`` a query sees its own chunk and the neighbour
+    given as a tensor in :class:`Inputs`, so that a compiled graph serves all eight. ``dilation`` is one number, or one
+    per head.
     """
 
     grid: Grid
     window: int
     rule: str
-    neighbours: str
-    dilation: int
+    neighbour_mode: str
+    dilation: int | tuple[int, ...]
     scale: float
+
+    @property
+    def chunks(self) -> Grid:
+        """The grid of chunks that covers the map."""
+        return self.grid.chunks(self.window)
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """Rows and columns that the map lacks to be whole chunks."""
+        chunks = self.chunks
+        return chunks.height * self.window - self.grid.height, chunks.width * self.window - self.grid.width
+
+    @property
+    def common_dilation(self) -> int:
+        """The dilation of all heads, for implementations that refuse one per head."""
+        assert isinstance(self.dilation, int)
+        return self.dilation
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A way to compute local attention.
+
+    - ``refusal(spec, q)``: why it cannot run this, as a sentence; None if it can.
+    - ``attend(inputs, spec)``: the output, (B, N, heads, dim).
+    """
+
+    refusal: Callable[[LocalSpec, Tensor], str | None]
+    attend: Callable[[Inputs, LocalSpec], Tensor]
 
 
 def refuse_dilation(spec: LocalSpec) -> str | None:
     """The refusal of implementations that work on chunks."""
     return None if spec.dilation == 1 else "chunks hold neighbouring tokens only, so dilation must be 1"
+
+
+def refuse_dilation_per_head(spec: LocalSpec) -> str | None:
+    return None if isinstance(spec.dilation, int) else "it takes one dilation for all heads"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...geometry import Grid
-from ...ops.chunks import map_bias
+from ...ops.tables import map_bias
 from ..position import RelativeBias
 from .base import Attention, Neighbours, attend
 

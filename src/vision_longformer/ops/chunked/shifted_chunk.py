@@ -10,24 +10,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...geometry import Grid
-from ..chunks import in_order, pad_map, table_lookup
-from ..spec import LocalSpec, refuse_dilation
+from ..chunks import contiguous_copy, pad_map
+from ..spec import Implementation, Inputs, LocalSpec, refuse_dilation
+from ..tables import table_lookup
 
 
-def refusal(spec: LocalSpec, q: Tensor) -> str | None:
-    if spec.rule not in ("chunk", "exact") or spec.neighbours != "all":
+def _refusal(spec: LocalSpec, q: Tensor) -> str | None:
+    if spec.rule not in ("chunk", "exact") or spec.neighbour_mode != "all":
         return "it has the rules 'chunk' and 'exact' with all neighbours only"
     return refuse_dilation(spec)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, global_bias: Tensor | None, neighbour: Tensor | None,
-    spec: LocalSpec,
-) -> Tensor:  # fmt: skip
-    """Shapes as in :func:`~vision_longformer.ops.local_attention`."""
-    dim, area = q.shape[3], spec.window**2
-    count = k.shape[1] - spec.grid.tokens
+def _attend(inputs: Inputs, spec: LocalSpec) -> Tensor:
+    q, k, v, bias, global_bias, _ = inputs
+    dim, area, count = q.shape[3], spec.window**2, inputs.global_tokens
     queries = _chunks(q * spec.scale, spec)
     k_local, v_local = k[:, count:], v[:, count:]
     around = _surroundings(torch.cat([k_local, v_local, torch.ones_like(k_local[..., :1])], -1), spec)
@@ -37,52 +33,47 @@ def attend(
         scores = scores + added[:, None]
     outside = around[..., -1].unsqueeze(-2) == 0
     scores = scores.masked_fill(outside, float("-inf")).flatten(2, 3)
-    to_global = queries @ in_order(k[:, :count].permute(0, 2, 3, 1))
+    to_global = queries @ contiguous_copy(k[:, :count].permute(0, 2, 3, 1))
     if global_bias is not None:
         to_global = to_global + global_bias[:, None]
     weights = torch.cat([to_global, scores], -1).softmax(-1)
     local = weights[..., count:].unflatten(2, (-1, area)) @ around[..., dim:-1]
-    out = local.flatten(2, 3) + weights[..., :count] @ in_order(v[:, :count].transpose(1, 2))
+    out = local.flatten(2, 3) + weights[..., :count] @ contiguous_copy(v[:, :count].transpose(1, 2))
     return _tokens(out, spec)
 
 
 def _chunks(tokens: Tensor, spec: LocalSpec) -> Tensor:
     """(B, N, heads, dim) to (B, heads, M·w², dim), chunk after chunk, zeros where a chunk goes beyond the map."""
-    window, chunks = spec.window, spec.grid.chunks(spec.window)
+    window, chunks = spec.window, spec.chunks
     batch, _, heads, dim = tokens.shape
-    image = pad_map(tokens.reshape(batch, *spec.grid, heads * dim), 1, *_missing(spec, chunks))
+    image = pad_map(tokens.reshape(batch, *spec.grid, heads * dim), 1, *spec.padding)
     split = image.reshape(batch, chunks.height, window, chunks.width, window, heads, dim)
-    return in_order(split.permute(0, 5, 1, 3, 2, 4, 6)).reshape(batch, heads, -1, dim)
+    return contiguous_copy(split.permute(0, 5, 1, 3, 2, 4, 6)).reshape(batch, heads, -1, dim)
 
 
 def _tokens(chunked: Tensor, spec: LocalSpec) -> Tensor:
     """The inverse of :func:`_chunks`."""
-    window, chunks = spec.window, spec.grid.chunks(spec.window)
+    window, chunks = spec.window, spec.chunks
     batch, heads, _, dim = chunked.shape
     split = chunked.reshape(batch, heads, *chunks, window, window, dim)
-    image = in_order(split.permute(0, 2, 4, 3, 5, 1, 6))
+    image = contiguous_copy(split.permute(0, 2, 4, 3, 5, 1, 6))
     image = image.reshape(batch, chunks.height * window, chunks.width * window, heads * dim)
-    bottom, right = _missing(spec, chunks)
+    bottom, right = spec.padding
     return pad_map(image, 1, -bottom, -right).reshape(batch, -1, heads, dim)
 
 
 def _surroundings(tokens: Tensor, spec: LocalSpec) -> Tensor:
     """(B, N, heads, dim) to the 3w×3w tokens around every chunk, (B, heads, M, 9w², dim), zeros beyond the map."""
-    window, chunks = spec.window, spec.grid.chunks(spec.window)
+    window, chunks = spec.window, spec.chunks
     batch, _, heads, dim = tokens.shape
-    bottom, right = _missing(spec, chunks)
+    bottom, right = spec.padding
     image = tokens.reshape(batch, *spec.grid, heads * dim)
     image = F.pad(image, (0, 0, window, right + window, window, bottom + window))
     split = image.reshape(batch, chunks.height + 2, window, chunks.width + 2, window, heads * dim)
     rows = torch.cat([split.narrow(1, shift, chunks.height) for shift in range(3)], 2)
     both = torch.cat([rows.narrow(3, shift, chunks.width) for shift in range(3)], 4)
-    apart = in_order(both.unflatten(5, (heads, dim)).permute(0, 5, 1, 3, 2, 4, 6))
+    apart = contiguous_copy(both.unflatten(5, (heads, dim)).permute(0, 5, 1, 3, 2, 4, 6))
     return apart.reshape(batch, heads, -1, 9 * window * window, dim)
-
-
-def _missing(spec: LocalSpec, chunks: Grid) -> tuple[int, int]:
-    """Rows and columns that the map lacks to be whole chunks."""
-    return chunks.height * spec.window - spec.grid.height, chunks.width * spec.window - spec.grid.width
 
 
 def _chunk_bias(table: Tensor | None, spec: LocalSpec, like: Tensor) -> Tensor | None:
@@ -97,3 +88,6 @@ def _chunk_bias(table: Tensor | None, spec: LocalSpec, like: Tensor) -> Tensor |
         near = offsets.abs() <= window
         bias = bias.masked_fill(~(near[..., None, None] & near), float("-inf"))
     return bias.transpose(2, 3).reshape(-1, window * window, 9 * window * window)
+
+
+SHIFTED_CHUNK = Implementation(_refusal, _attend)

@@ -1,4 +1,4 @@
-"""The compiled kernel as a shared library: where it is, what it can do here, and how it is called."""
+"""The compiled kernel as a shared library: finding it, its levels of instructions, and calling it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_BUILT = (
 _Index = ctypes.c_int64
 _Strides = _Index * 3
 _SIZES = ("batch", "heads", "dim", "height", "width", "window", "global_tokens")
-_CHOICES = ("rule", "neighbours", "neighbour_row", "neighbour_column", "data_type", "threads")
+_CHOICES = ("rule", "neighbour_mode", "neighbour_row", "neighbour_column", "data_type", "threads")
 _INPUTS = ("q", "k", "v", "bias", "global_bias", "out", "lse", "grad_out")
 GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_bias", "grad_global_bias")
 
@@ -41,8 +41,13 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _INPUTS + GRADIENTS),
     ]
 
+    def __init__(self, *values: float) -> None:
+        super().__init__(*values)
+        self._tensors: list[Tensor | None] = []
+
     def set_tensors(self, **tensors: Tensor | None) -> None:
-        """Stores pointers, and strides where there are fields for them. The caller keeps the tensors alive."""
+        """Stores pointers, and strides where there are fields for them. The tensors live as long as the structure."""
+        self._tensors += tensors.values()
         for name, tensor in tensors.items():
             setattr(self, name, None if tensor is None else tensor.data_ptr())
             if tensor is not None and name in ("q", "k", "v", "grad_out"):

@@ -5,22 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...geometry import BLOCKS, is_cyclic
-from ..chunks import neighbour_block, pad_map, table_lookup
-from ..spec import LocalSpec
+from ...geometry import ceil_div, is_cyclic
+from ..chunks import pad_map
+from ..spec import Implementation, Inputs, LocalSpec, refuse_dilation_per_head
+from ..tables import in_chosen_block, table_lookup
 
 
-def refusal(spec: LocalSpec, q: Tensor) -> str | None:
-    return None
+def _refusal(spec: LocalSpec, q: Tensor) -> str | None:
+    return refuse_dilation_per_head(spec)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, global_bias: Tensor | None, neighbour: Tensor | None,
-    spec: LocalSpec,
-) -> Tensor:  # fmt: skip
-    """Shapes as in :func:`~vision_longformer.ops.local_attention`."""
-    grid, global_tokens = spec.grid, k.shape[1] - spec.grid.tokens
-    rows, columns = (_Axis(length, spec, q.device) for length in grid)
+def _attend(inputs: Inputs, spec: LocalSpec) -> Tensor:
+    q, k, v, bias, global_bias, neighbour = inputs
+    global_tokens = inputs.global_tokens
+    rows, columns = (_Axis(length, spec, q.device) for length in spec.grid)
     seen = _seen(rows, columns, neighbour, spec)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, _images(k[:, global_tokens:], rows, columns, spec)) * spec.scale
     if bias is not None:
@@ -42,8 +40,8 @@ class _Axis:
     """
 
     def __init__(self, length: int, spec: LocalSpec, device: torch.device) -> None:
-        window, cyclic = spec.window, is_cyclic(spec.rule)
-        self.padded = -(-length // window) * window if cyclic else length
+        window, dilation, cyclic = spec.window, spec.common_dilation, is_cyclic(spec.rule)
+        self.padded = ceil_div(length, window) * window if cyclic else length
         self.copies = 3 if cyclic else 1
         query = torch.arange(length, device=device)[:, None]
         stored = torch.arange(self.padded, device=device)
@@ -51,10 +49,10 @@ class _Axis:
         key = (copy * self.padded + stored).flatten()
         distance = query - key
         self.block = key.div(window, rounding_mode="floor") - query.div(window, rounding_mode="floor")
-        self.offset = distance.div(spec.dilation, rounding_mode="floor")
+        self.offset = distance.div(dilation, rounding_mode="floor")
         near = self.block.abs() <= 1
         if spec.rule == "exact":
-            near = (distance.abs() <= window * spec.dilation) & (distance % spec.dilation == 0)
+            near = (distance.abs() <= window * dilation) & (distance % dilation == 0)
         counts = stored < length
         if spec.rule == "cyclic_release":
             counts = counts | (copy != 0)
@@ -64,13 +62,8 @@ class _Axis:
 def _seen(rows: _Axis, columns: _Axis, neighbour: Tensor | None, spec: LocalSpec) -> Tensor:
     """Which keys (second axis) each query sees, boolean (N, keys)."""
     seen = rows.seen[:, None, :, None] & columns.seen[None, :, None, :]
-    if spec.neighbours != "all":
-        block = (rows.block[:, None, :, None], columns.block[None, :, None, :])
-        wanted = (block[0] == 0) & (block[1] == 0)
-        if neighbour is not None:
-            row, column = torch.tensor(BLOCKS, device=seen.device)[neighbour_block(neighbour)]
-            wanted = wanted | ((block[0] == row) & (block[1] == column))
-        seen = seen & wanted
+    if spec.neighbour_mode != "all":
+        seen = seen & in_chosen_block(rows.block[:, None, :, None], columns.block[None, :, None, :], neighbour)
     return seen.flatten(2, 3).flatten(0, 1)
 
 
@@ -79,3 +72,6 @@ def _images(tokens: Tensor, rows: _Axis, columns: _Axis, spec: LocalSpec) -> Ten
     image = tokens.unflatten(1, tuple(spec.grid))
     image = pad_map(image, 1, rows.padded - spec.grid.height, columns.padded - spec.grid.width)
     return image.repeat(1, rows.copies, columns.copies, 1, 1).flatten(1, 2)
+
+
+MASKED_DENSE = Implementation(_refusal, _attend)

@@ -1,10 +1,10 @@
-"""Rows of chunks as streams of tokens, taken column by column, in which the keys of every chunk are a slice.
-
-How a map falls into classes of chunks whose keys lie alike, so that what is added to their scores is made once.
+"""How a map falls into classes of chunks whose keys lie alike, and how rows of chunks are laid out as streams.
 
 Along an axis, chunks whose keys lie alike relative to them form a class: the first chunk, the inner ones, the last ones
-at a border. A class of the map is a pair of axis classes. Keys come in pieces, each a range of blocks along both axes:
-one piece for all neighbours or none, two for the own chunk and one neighbour.
+at a border. A class of the map is a pair of axis classes, and what is added to the scores of its chunks is made once.
+Keys come in pieces, each a range of blocks along both axes: one piece for all neighbours or none, two for the own chunk
+and one neighbour. A stream holds the tokens of a row of chunks column by column, so that the keys of every chunk are a
+slice of it.
 """
 
 from __future__ import annotations
@@ -17,89 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...geometry import BLOCKS, is_cyclic
-from ..chunks import neighbour_block, pad_map
+from ...geometry import NEIGHBOURS, ceil_div, is_cyclic
+from ..chunks import pad_map
 from ..spec import LocalSpec
-
-APART = 3
-"""Rows of chunks so far apart share no keys, so that gradients of theirs can be kept side by side."""
-
-
-class Scratch:
-    """Buffers by name, used again and again: fresh pages cost as much as arithmetic."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._buffers: dict[str, Tensor] = {}
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        """A contiguous buffer with the content of its last use."""
-        size = torch.Size(shape).numel()
-        if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = self._like.new_empty(size)
-        return self._buffers[name][:size].view(shape)
-
-
-class Strips(NamedTuple):
-    """``rows`` rows of chunks of a class from the ``first``, each :data:`APART`, in some images, for all heads.
-
-    A stream of theirs is (n, tokens, dim), n = images × rows × heads.
-    """
-
-    images: slice
-    first: int
-    rows: int
-    window: int
-
-    def load(self, image: Tensor, start: int, tall: int, buffers: Scratch, name: str, spare: int = 0) -> Tensor:
-        """The stream of ``tall`` rows of a map (B, height, width, heads, dim), the first row's from ``start``.
-
-        It ends with ``spare`` tokens of zeros.
-        """
-        strips = self._view(image, start, tall)
-        n, tokens = strips.shape[:3].numel(), strips.shape[3:5].numel()
-        stream = buffers.take(name, n, tokens + spare, image.shape[-1])
-        stream[:, :tokens].view(strips.shape).copy_(strips)
-        stream[:, tokens:] = 0
-        return stream
-
-    def store(self, stream: Tensor, image: Tensor, start: int, tall: int) -> None:
-        """The inverse of :meth:`load`."""
-        strips = self._view(image, start, tall)
-        strips.copy_(stream[:, : strips.shape[3:5].numel()].view(strips.shape))
-
-    def _view(self, image: Tensor, start: int, tall: int) -> Tensor:
-        """Shape (images, rows of chunks, heads, width, tall, dim)."""
-        top, step = start + self.first * self.window, APART * self.window
-        part = image[self.images, top : top + (self.rows - 1) * step + tall]
-        return part.unfold(1, tall, step).permute(0, 1, 3, 2, 5, 4)
-
-    def spread(self, tokens: Tensor) -> Tensor:
-        """Global tokens (B, G, heads, dim) for each strip, (n, G, dim)."""
-        return tokens[self.images].transpose(1, 2)[:, None].expand(-1, self.rows, -1, -1, -1).flatten(0, 2)
-
-    def collect(self, grads: Tensor, tokens: Tensor) -> None:
-        """The adjoint of :meth:`spread`: add gradients (n, G, dim) to those of the tokens."""
-        tokens[self.images] += grads.unflatten(0, (-1, self.rows, tokens.shape[2])).sum(1).transpose(1, 2)
-
-
-def row_strips(rows: AxisClass, window: int, batch: int, per_row: int, budget: int) -> Iterator[Strips]:
-    """All rows of chunks of a class in all images, as many at a time as a ``budget`` of elements holds."""
-    for start in range(min(APART, rows.chunks)):
-        firsts = range(start, rows.chunks, APART)
-        count = _share(len(firsts), budget // per_row)
-        images = _share(batch, budget // (per_row * count)) if count == len(firsts) else 1
-        for image in range(0, batch, images):
-            for first in range(0, len(firsts), count):
-                rest = min(count, len(firsts) - first)
-                yield Strips(slice(image, image + images), firsts[first], rest, window)
-
-
-def _share(items: int, most: int) -> int:
-    """How many items at a time, at ``most`` so many if that is any, so that all times are about equal."""
-    times = max(1, -(-items // max(1, most)))
-    return max(1, -(-items // times))
-
 
 KEY_MULTIPLE = 8
 """Of this many keys is every piece, the surplus masked: matrix products with odd sizes are slower by more than that."""
@@ -185,7 +105,7 @@ class RowClass(NamedTuple):
 
 
 def _padded(keys: int) -> int:
-    return -(-keys // KEY_MULTIPLE) * KEY_MULTIPLE
+    return ceil_div(keys, KEY_MULTIPLE) * KEY_MULTIPLE
 
 
 def entry_table(bias: Tensor | None, heads: int, window: int, like: Tensor) -> Tensor:
@@ -225,10 +145,10 @@ def _axis_offsets(queries: int, keys: KeyRange, spec: LocalSpec, device: torch.d
 def map_classes(spec: LocalSpec, neighbour: Tensor | None) -> list[RowClass]:
     """The classes that make up the map."""
     reach: tuple[tuple[tuple[int, int], ...], ...] = (((-1, 1),),) * 2
-    if spec.neighbours != "all":
+    if spec.neighbour_mode != "all":
         reach = (((0, 0),),) * 2
     if neighbour is not None:
-        row, column = BLOCKS[int(neighbour_block(neighbour))]
+        row, column = NEIGHBOURS[int(neighbour) - 1]
         reach = (((0, 0), (row, row)), ((0, 0), (column, column)))
     rows, columns = (
         _axis_classes(length, spec.window, spec.rule, pieces) for length, pieces in zip(spec.grid, reach, strict=True)
@@ -239,7 +159,7 @@ def map_classes(spec: LocalSpec, neighbour: Tensor | None) -> list[RowClass]:
 @lru_cache(maxsize=256)
 def _axis_classes(length: int, window: int, rule: str, pieces: tuple[tuple[int, int], ...]) -> tuple[AxisClass, ...]:
     classes: list[AxisClass] = []
-    for chunk in range(-(-length // window)):
+    for chunk in range(ceil_div(length, window)):
         start = chunk * window
         keys = tuple(_key_range(chunk, first, last, length, window, rule) for first, last in pieces)
         size = min(window, length - start)
@@ -261,7 +181,7 @@ def _key_range(chunk: int, first: int, last: int, length: int, window: int, rule
     if not is_cyclic(rule):
         low, high = max(0, low), min(length, high)
         return KeyRange(low, low - chunk * window, (True,) * (high - low))
-    total = -(-length // window) * window
+    total = ceil_div(length, window) * window
     wrapped_counts = rule == "cyclic_release"
     counts = tuple(
         position % total < length or (wrapped_counts and not 0 <= position < total) for position in range(low, high)
@@ -274,9 +194,8 @@ def key_map(tokens: Tensor, spec: LocalSpec) -> Tensor:
     image = tokens.unflatten(1, tuple(spec.grid))
     if not is_cyclic(spec.rule):
         return image
-    window, chunks = spec.window, spec.grid.chunks(spec.window)
-    bottom, right = chunks.height * window - spec.grid.height, chunks.width * window - spec.grid.width
-    image = pad_map(image, 1, bottom, right)
+    window = spec.window
+    image = pad_map(image, 1, *spec.padding)
     for axis in (1, 2):
         size = image.shape[axis]
         image = torch.cat([image.narrow(axis, size - window, window), image, image.narrow(axis, 0, window)], axis)
@@ -284,13 +203,91 @@ def key_map(tokens: Tensor, spec: LocalSpec) -> Tensor:
 
 
 def fold_key_map(image: Tensor, spec: LocalSpec) -> Tensor:
-    """The adjoint of :func:`key_map`: gradients of the map to gradients of the tokens."""
-    if is_cyclic(spec.rule):
-        window = spec.window
-        for axis in (1, 2):
-            inner = image.narrow(axis, window, image.shape[axis] - 2 * window)
-            inner.narrow(axis, inner.shape[axis] - window, window).add_(image.narrow(axis, 0, window))
-            inner.narrow(axis, 0, window).add_(image.narrow(axis, image.shape[axis] - window, window))
-            image = inner
-        image = image[:, : spec.grid.height, : spec.grid.width]
-    return image.flatten(1, 2)
+    """The adjoint of :func:`key_map` for cyclic rules: gradients of the map to gradients of the tokens."""
+    window = spec.window
+    for axis in (1, 2):
+        inner = image.narrow(axis, window, image.shape[axis] - 2 * window)
+        inner.narrow(axis, inner.shape[axis] - window, window).add_(image.narrow(axis, 0, window))
+        inner.narrow(axis, 0, window).add_(image.narrow(axis, image.shape[axis] - window, window))
+        image = inner
+    return image[:, : spec.grid.height, : spec.grid.width].flatten(1, 2)
+
+
+APART = 3
+"""Rows of chunks so far apart share no keys, so that gradients of theirs can be kept side by side."""
+
+
+class Scratch:
+    """Buffers by name, used again and again: new pages cost as much as arithmetic."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """A contiguous buffer with the content of its last use."""
+        size = torch.Size(shape).numel()
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = self._like.new_empty(size)
+        return self._buffers[name][:size].view(shape)
+
+
+class Strips(NamedTuple):
+    """``rows`` rows of chunks of a class from the ``first``, each :data:`APART`, in some images, for all heads.
+
+    A stream of theirs is (n, tokens, dim), n = images × rows × heads.
+    """
+
+    images: slice
+    first: int
+    rows: int
+    window: int
+
+    def load(self, image: Tensor, start: int, tall: int, buffers: Scratch, name: str, spare: int = 0) -> Tensor:
+        """The stream of ``tall`` rows of a map (B, height, width, heads, dim), the first row's from ``start``.
+
+        It ends with ``spare`` tokens of zeros.
+        """
+        strips = self._view(image, start, tall)
+        n, tokens = strips.shape[:3].numel(), strips.shape[3:5].numel()
+        stream = buffers.take(name, n, tokens + spare, image.shape[-1])
+        stream[:, :tokens].view(strips.shape).copy_(strips)
+        stream[:, tokens:] = 0
+        return stream
+
+    def store(self, stream: Tensor, image: Tensor, start: int, tall: int) -> None:
+        """The inverse of :meth:`load`."""
+        strips = self._view(image, start, tall)
+        strips.copy_(stream[:, : strips.shape[3:5].numel()].view(strips.shape))
+
+    def _view(self, image: Tensor, start: int, tall: int) -> Tensor:
+        """Shape (images, rows of chunks, heads, width, tall, dim)."""
+        top, step = start + self.first * self.window, APART * self.window
+        part = image[self.images, top : top + (self.rows - 1) * step + tall]
+        return part.unfold(1, tall, step).permute(0, 1, 3, 2, 5, 4)
+
+    def spread(self, tokens: Tensor) -> Tensor:
+        """Global tokens (B, G, heads, dim) for each strip, (n, G, dim)."""
+        return tokens[self.images].transpose(1, 2)[:, None].expand(-1, self.rows, -1, -1, -1).flatten(0, 2)
+
+    def collect(self, grads: Tensor, tokens: Tensor) -> None:
+        """The adjoint of :meth:`spread`: add gradients (n, G, dim) to those of the tokens."""
+        tokens[self.images] += grads.unflatten(0, (-1, self.rows, tokens.shape[2])).sum(1).transpose(1, 2)
+
+
+def row_strips(rows: AxisClass, window: int, batch: int, per_row: int, budget: int) -> Iterator[Strips]:
+    """All rows of chunks of a class in all images, as many at a time as a ``budget`` of elements holds."""
+    for start in range(min(APART, rows.chunks)):
+        firsts = range(start, rows.chunks, APART)
+        count = _share(len(firsts), budget // per_row)
+        images = _share(batch, budget // (per_row * count)) if count == len(firsts) else 1
+        for image in range(0, batch, images):
+            for first in range(0, len(firsts), count):
+                rest = min(count, len(firsts) - first)
+                yield Strips(slice(image, image + images), firsts[first], rest, window)
+
+
+def _share(items: int, most: int) -> int:
+    """How many items at a time, at ``most`` so many if that is any, so that all times are about equal."""
+    times = max(1, ceil_div(items, max(1, most)))
+    return max(1, ceil_div(items, times))

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from ..operator import LOG2E as _LOG2E
+
+LOG2E = tl.constexpr(_LOG2E)
 
 
 class View(NamedTuple):

@@ -1,11 +1,8 @@
-"""The forward Triton kernel. Imports triton.
+"""The Triton kernels: forward, and gradients of queries, keys and values, global keys, bias. Imports triton.
 
-The backward Triton kernels for queries, keys and values: each gradient is written once, by one program.
-
-The backward Triton kernels that sum over many queries: global keys and the bias table.
-
-Each program sums a fixed share of the queries in a fixed order and writes its partial sums; torch adds those up. So
-there are no atomics, and results are the same from run to run.
+The first three write each result once, by one program. Global keys and the bias table have sums over many queries: each
+program sums a fixed share of them in a fixed order and writes its partial sums, which torch adds up. So there are no
+atomics, and results are the same from run to run.
 """
 
 from __future__ import annotations

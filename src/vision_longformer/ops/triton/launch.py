@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...geometry import Grid
+from ...geometry import ceil_div
+from ..operator import LOG2E, Gradients, empty_results
+from ..spec import Inputs, LocalSpec
 from .device import View
 from .kernels import (
     bias_gradient_kernel,
@@ -21,120 +22,80 @@ from .kernels import (
     query_gradient_kernel,
 )
 
-LOG2E = 1 / math.log(2)
 PROGRAMS_OF_A_SUM = 1024
 """How many programs share a sum over all queries: enough to fill a GPU, the same on each so that results are too."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What is computed: as :class:`~vision_longformer.ops.spec.LocalSpec`, but with a dilation per head."""
-
-    grid: Grid
-    window: int
-    rule: str
-    neighbours: str
-    dilation: tuple[int, ...]
-    scale: float
-
-    def chunks(self) -> int:
-        """Chunks of a head. A dilation of d makes d×d maps; this is the largest number of all heads."""
-        return max(
-            (_ceil(_ceil(self.grid.height, d), self.window) * _ceil(_ceil(self.grid.width, d), self.window) * d * d)
-            for d in set(self.dilation) or {1}
-        )
-
-    def steps(self, device: torch.device) -> Tensor | None:
-        """The dilation of each head as an int32 tensor, None if there is none."""
-        return None if set(self.dilation) == {1} else _on_device(self.dilation, device)
-
-    def table(self, bias: Tensor | None, device: torch.device) -> tuple[Tensor | None, int]:
-        """What is added to local scores in units of log 2, float32, and its stride from head to head."""
-        if bias is None:
-            return (_reach(self.window, device), 0) if self.rule == "exact" else (None, 0)
-        exact = self.rule == "exact"
-        table = torch.add(_reach(self.window, device), bias, alpha=LOG2E) if exact else bias.float() * LOG2E
-        return table.contiguous(), table.shape[1] * table.shape[2]
-
-    def constants(self, q: Tensor) -> dict[str, Any]:
-        """What the kernels that know about windows are specialised on, besides tiles."""
-        rule = "chunk" if self.rule == "exact" else self.rule
-        return {"WINDOW": self.window, "RULE": rule, "NEIGHBOURS": self.neighbours, **_constants(q)}
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, global_bias: Tensor | None, neighbour: Tensor | None,
-    problem: Problem,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output (B, N, heads, dim) and log-sum-exp (B, heads, N), float32, in units of log 2."""
-    batch, tokens, heads, dim = q.shape
-    out = q.new_empty(batch, tokens, heads, dim)
-    lse = q.new_empty(batch, heads, tokens, dtype=torch.float32)
-    tiles = _tiles(q, problem.window)
-    count = problem.chunks() * _ceil(problem.window**2, tiles["BLOCK_M"])
+def forward(inputs: Inputs, spec: LocalSpec) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp, the latter in units of log 2."""
+    q, k, v, bias, global_bias, neighbour = inputs
+    batch, _, heads, _ = q.shape
+    out, lse = empty_results(q)
+    tiles = _tiles(q, spec.window)
+    count = _chunk_count(spec) * ceil_div(spec.window**2, tiles["BLOCK_M"])
     launch(
         forward_kernel, count * batch * heads,
-        *map(_view, (q, k, v, out)), lse, *problem.table(bias, q.device), _dense(global_bias), neighbour,
-        problem.steps(q.device), problem.scale, *problem.grid, heads, k.shape[1] - tokens, count,
-        **problem.constants(q), **tiles,
+        *map(_view, (q, k, v, out)), lse, *_table(bias, spec, q.device), _dense(global_bias), neighbour,
+        _dilations(spec, q), spec.scale, *spec.grid, heads, inputs.global_tokens, count,
+        **_window_constants(q, spec), **tiles,
     )  # fmt: skip
     return out, lse
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
-    global_bias: Tensor | None, neighbour: Tensor | None, problem: Problem, bias_needed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of q, k, v, the bias table and the global bias, the last two in float32 or None."""
-    batch, tokens, heads, _ = q.shape
-    table, global_bias, steps = problem.table(bias, q.device), _dense(global_bias), problem.steps(q.device)
+    grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, spec: LocalSpec, needs_bias: bool,
+    needs_global_bias: bool,
+) -> Gradients:  # fmt: skip
+    """Gradients of q, k, v, the bias table and the global bias, the last two in float32."""
+    q, k, v, bias, global_bias, neighbour = inputs
+    batch, _, heads, _ = q.shape
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
     if batch * heads == 0:
         zero_bias, zero_global_bias = (None if x is None else torch.zeros_like(x) for x in (bias, global_bias))
         return grad_q, grad_k, grad_v, zero_bias, zero_global_bias
-    delta = torch.empty_like(lse)
+    table, dilations, delta = _table(bias, spec, q.device), _dilations(spec, q), torch.empty_like(lse)
     q_, k_, v_, grad_out_ = map(_view, (q, k, v, grad_out))
-    common = (problem.scale, *problem.grid, heads, k.shape[1] - tokens)
-    constants, tiles = problem.constants(q), _tiles(q, problem.window)
-    count = problem.chunks() * _ceil(problem.window**2, tiles["BLOCK_M"])
+    common = (spec.scale, *spec.grid, heads, inputs.global_tokens)
+    constants, tiles = _window_constants(q, spec), _tiles(q, spec.window)
+    count = _chunk_count(spec) * ceil_div(spec.window**2, tiles["BLOCK_M"])
     launch(
         query_gradient_kernel, count * batch * heads,
-        q_, k_, v_, _view(out), grad_out_, _view(grad_q), lse, delta, *table, global_bias, neighbour, steps,
+        q_, k_, v_, _view(out), grad_out_, _view(grad_q), lse, delta, *table, _dense(global_bias), neighbour, dilations,
         *common, count, **constants, **tiles,
     )  # fmt: skip
-    tiles = _tiles(q, problem.window, keys_outside=True)
-    count = problem.chunks() * _ceil(problem.window**2, tiles["BLOCK_N"])
+    tiles = _tiles(q, spec.window, keys_outside=True)
+    count = _chunk_count(spec) * ceil_div(spec.window**2, tiles["BLOCK_N"])
     launch(
         key_gradient_kernel, count * batch * heads,
-        q_, k_, v_, grad_out_, _view(grad_k), _view(grad_v), lse, delta, *table, neighbour, steps,
+        q_, k_, v_, grad_out_, _view(grad_k), _view(grad_v), lse, delta, *table, neighbour, dilations,
         *common, count, **constants, **tiles,
     )  # fmt: skip
     grad_bias, grad_global_bias = None, None if global_bias is None else torch.zeros_like(global_bias)
-    if k.shape[1] > tokens:
-        grad_global_bias = _global_gradients(q, k, v, grad_out, grad_k, grad_v, lse, delta, global_bias, problem)
-    if bias is not None and bias_needed:
-        grad_bias = _bias_gradient(q, k, v, grad_out, lse, delta, table, neighbour, problem)
-    return grad_q, grad_k, grad_v, grad_bias, grad_global_bias
+    if inputs.global_tokens:
+        grad_global_bias = _global_gradients(inputs, grad_out, grad_k, grad_v, lse, delta, spec)
+    if needs_bias:
+        grad_bias = _bias_gradient(inputs, grad_out, lse, delta, table, spec)
+    return grad_q, grad_k, grad_v, grad_bias, grad_global_bias if needs_global_bias else None
 
 
 def _global_gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, grad_k: Tensor, grad_v: Tensor, lse: Tensor, delta: Tensor,
-    global_bias: Tensor | None, problem: Problem,
-) -> Tensor:  # fmt: skip
+    inputs: Inputs, grad_out: Tensor, grad_k: Tensor, grad_v: Tensor, lse: Tensor, delta: Tensor, spec: LocalSpec
+) -> Tensor:
     """Fill the rows of the global tokens in ``grad_k`` and ``grad_v``; returns the gradient of their bias."""
+    q, k, v, *_ = inputs
     batch, tokens, heads, dim = q.shape
-    global_tokens = k.shape[1] - tokens
+    global_tokens = inputs.global_tokens
     tiles = _sum_tiles(q, queries=64 if q.element_size() == 2 else 32, keys=16)
-    count = _ceil(global_tokens, tiles["BLOCK_N"])
-    share = _ceil(tokens, max(1, PROGRAMS_OF_A_SUM // (count * batch * heads)))
-    share = _ceil(share, tiles["BLOCK_M"]) * tiles["BLOCK_M"]
-    splits = _ceil(tokens, share)
+    count = ceil_div(global_tokens, tiles["BLOCK_N"])
+    share = ceil_div(tokens, max(1, PROGRAMS_OF_A_SUM // (count * batch * heads)))
+    share = ceil_div(share, tiles["BLOCK_M"]) * tiles["BLOCK_M"]
+    splits = ceil_div(tokens, share)
     keys, values = lse.new_empty(2, splits, batch, heads, global_tokens, dim)
     bias = lse.new_empty(splits, batch, heads, global_tokens)
     launch(
         global_gradient_kernel, count * splits * batch * heads,
-        *map(_view, (q, k, v, grad_out)), keys, values, bias, lse, delta, global_bias,
-        problem.scale, tokens, heads, global_tokens, count, share, **_constants(q), **tiles,
+        *map(_view, (q, k, v, grad_out)), keys, values, bias, lse, delta, _dense(inputs.global_bias),
+        spec.scale, tokens, heads, global_tokens, count, share, **_constants(q), **tiles,
     )  # fmt: skip
     grad_k[:, :global_tokens] = keys.sum(0).transpose(1, 2)
     grad_v[:, :global_tokens] = values.sum(0).transpose(1, 2)
@@ -142,23 +103,23 @@ def _global_gradients(
 
 
 def _bias_gradient(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, table: tuple[Tensor | None, int],
-    neighbour: Tensor | None, problem: Problem,
-) -> Tensor:  # fmt: skip
-    batch, tokens, heads, _ = q.shape
-    window, chunks = problem.window, problem.chunks()
+    inputs: Inputs, grad_out: Tensor, lse: Tensor, delta: Tensor, table: tuple[Tensor | None, int], spec: LocalSpec
+) -> Tensor:
+    q, k, v, *_ = inputs
+    batch, _, heads, _ = q.shape
+    window, chunks = spec.window, _chunk_count(spec)
     tiles = _sum_tiles(q, queries=min(64 if q.element_size() == 2 else 16, _padded(window**2)), keys=32)
-    seen = {"all": 9, "one": 2, "self": 1}[problem.neighbours] * window**2
-    key_tiles = _ceil(seen, tiles["BLOCK_N"])
-    pairs = _ceil(window**2, tiles["BLOCK_M"]) * key_tiles
-    share = _ceil(batch * chunks, max(1, PROGRAMS_OF_A_SUM // (pairs * heads)))
-    splits = _ceil(batch * chunks, share)
+    seen = {"all": 9, "one": 2, "self": 1}[spec.neighbour_mode] * window**2
+    key_tiles = ceil_div(seen, tiles["BLOCK_N"])
+    pairs = ceil_div(window**2, tiles["BLOCK_M"]) * key_tiles
+    share = ceil_div(batch * chunks, max(1, PROGRAMS_OF_A_SUM // (pairs * heads)))
+    splits = ceil_div(batch * chunks, share)
     partial = lse.new_zeros(splits, heads, window, window, 3 * window, 3 * window)
     launch(
         bias_gradient_kernel, pairs * splits * heads,
-        *map(_view, (q, k, v, grad_out)), partial, lse, delta, *table, neighbour, problem.steps(q.device),
-        problem.scale, *problem.grid, heads, k.shape[1] - tokens, batch, chunks, share,
-        **problem.constants(q), **tiles, KEY_TILES=key_tiles,
+        *map(_view, (q, k, v, grad_out)), partial, lse, delta, *table, inputs.neighbour, _dilations(spec, q),
+        spec.scale, *spec.grid, heads, inputs.global_tokens, batch, chunks, share,
+        **_window_constants(q, spec), **tiles, KEY_TILES=key_tiles,
     )  # fmt: skip
     by_axis = partial.sum(0).transpose(2, 3)
     columns = _diagonals(by_axis, window).movedim(-1, 1)
@@ -200,6 +161,12 @@ def _sum_tiles(q: Tensor, queries: int, keys: int) -> dict[str, int]:
     return {**blocks, "num_warps": 4, "num_stages": 2 if half else 1}
 
 
+def _window_constants(q: Tensor, spec: LocalSpec) -> dict[str, Any]:
+    """What the kernels that know about windows are specialised on, besides tiles."""
+    rule = "chunk" if spec.rule == "exact" else spec.rule
+    return {"WINDOW": spec.window, "RULE": rule, "NEIGHBOURS": spec.neighbour_mode, **_constants(q)}
+
+
 def _constants(q: Tensor) -> dict[str, Any]:
     """The head dimension, and the precision torch is set to for float32 products."""
     exact = torch.get_float32_matmul_precision() == "highest"
@@ -217,6 +184,28 @@ def _dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+def _chunk_count(spec: LocalSpec) -> int:
+    """Chunks of a head. A dilation of d makes d×d maps; this is the largest number of all heads."""
+    dilations = {spec.dilation} if isinstance(spec.dilation, int) else set(spec.dilation)
+    return max(spec.grid.reduced(d, pad=True).chunks(spec.window).tokens * d * d for d in dilations)
+
+
+def _dilations(spec: LocalSpec, q: Tensor) -> Tensor | None:
+    """The dilation of each head as an int32 tensor, None if there is none."""
+    if isinstance(spec.dilation, int):
+        return None if spec.dilation == 1 else _on_device((spec.dilation,) * q.shape[2], q.device)
+    return _on_device(spec.dilation, q.device)
+
+
+def _table(bias: Tensor | None, spec: LocalSpec, device: torch.device) -> tuple[Tensor | None, int]:
+    """What is added to local scores in units of log 2, float32, and its stride from head to head."""
+    reach = _reach(spec.window, device) if spec.rule == "exact" else None
+    if bias is None:
+        return reach, 0
+    table = bias.float() * LOG2E if reach is None else torch.add(reach, bias, alpha=LOG2E)
+    return table.contiguous(), table.shape[1] * table.shape[2]
+
+
 @lru_cache(maxsize=64)
 def _reach(window: int, device: torch.device) -> Tensor:
     """A table (4w-1, 4w-1) of 0 up to w away along each axis and −∞ further."""
@@ -227,10 +216,6 @@ def _reach(window: int, device: torch.device) -> Tensor:
 @lru_cache(maxsize=64)
 def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _padded(n: int) -> int:
