@@ -20,6 +20,7 @@ def detect_evaluate(
     data: str = "garments",
     split: str = "validation",
     workers: int = 2,
+    precision: str = "fp32",
     skip_bad: bool = False,
     per_category: bool = False,
     results: str | None = None,
@@ -34,6 +35,7 @@ def detect_evaluate(
         data: a folder in COCO's format, or the built-in garments (a synthetic composition of real images).
         split: name of the split.
         workers: data-loading processes.
+        precision: fp32, bf16 or fp16.
         skip_bad: skip images and annotations that make no sense, instead of stopping.
         per_category: also print the average precision of each category.
         results: a .json file to write all detections to, in COCO's results format.
@@ -46,7 +48,16 @@ def detect_evaluate(
     if results is not None and Path(results).exists():
         raise FileExistsError(f"{results} exists; give another name or remove it first")
     with progress_bar("evaluating") as progress:
-        result = evaluate(checkpoint, data, split, workers=workers, skip_bad=skip_bad, progress=progress)
+        result = evaluate(
+            checkpoint,
+            data,
+            split,
+            workers=workers,
+            precision=precision,
+            skip_bad=skip_bad,
+            progress=progress,
+        )
+    PartialState().destroy_process_group()
     if not PartialState().is_main_process:
         return
     if results is not None:
