@@ -131,13 +131,13 @@ def test_state_survives(name: str, distributed: bool) -> None:
     """Three steps, state into a new optimiser, three more: bit for bit as six in one go."""
     whole, _ = _trained(name, 6)
     half, optimizer = _trained(name, 3)
-    resumed, fresh = _trained(name, 0)
+    resumed, restored = _trained(name, 0)
     resumed.load_state_dict(half.state_dict())
     if distributed:
-        set_optimizer_state_dict(resumed, fresh, get_optimizer_state_dict(half, optimizer))
+        set_optimizer_state_dict(resumed, restored, get_optimizer_state_dict(half, optimizer))
     else:
-        fresh.load_state_dict(optimizer.state_dict())
-    _train(resumed, fresh, range(3, 6))
+        restored.load_state_dict(optimizer.state_dict())
+    _train(resumed, restored, range(3, 6))
     assert not torch.equal(half.weight, whole.weight)  # type: ignore[arg-type]
     for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -254,9 +254,9 @@ def test_release_groups_of_real_configurations(name: str) -> None:
     sources = model_names(config).sources
     exempt = set()
     for ours, _ in model.named_parameters():
-        found = {any(pattern in part for pattern in RELEASE_EXEMPT) for part in sources[ours].parts}
-        assert len(found) == 1
-        exempt |= {ours} if found == {True} else set()
+        answers = {any(pattern in part for pattern in RELEASE_EXEMPT) for part in sources[ours].parts}
+        assert len(answers) == 1
+        exempt |= {ours} if answers == {True} else set()
     assert _grouped(model, "release")[0.0] == exempt
 
 
@@ -294,9 +294,15 @@ def test_rates_of_the_release(trace: str, settings: TrainSettings) -> None:
         ("linear", 130, 0.2),
         ("constant", 5, 0.55),
         ("constant", 129, 1.0),
+        ("multistep", 5, 0.55),
         ("multistep", 64, 1.0),
         ("multistep", 65, 0.1),
+        ("multistep", 103, 0.1),
         ("multistep", 104, 0.01),
+        ("release_cosine", 9, 0.91),
+        ("release_cosine", 10, 0.2 + 0.8 * (1 + math.cos(math.pi / 13)) / 2),
+        ("release_cosine", 65, 0.6),
+        ("release_cosine", 130, 0.2),
     ],
 )
 def test_rates_by_hand(schedule: str, step: int, rate: float) -> None:

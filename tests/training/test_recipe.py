@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,17 @@ import pytest
 
 from vision_longformer.classification.recipe import ClassificationRecipe
 from vision_longformer.cli.recipes import recipes
-from vision_longformer.training.recipe import build, load_recipe, parse_values, recipe_names, to_yaml
+from vision_longformer.detection.recipe import DetectionRecipe
+from vision_longformer.training.recipe import (
+    BackboneSettings,
+    TrainSettings,
+    build,
+    load_recipe,
+    parse_values,
+    recipe_names,
+    resolve,
+    to_yaml,
+)
 
 NAMES = recipe_names(ClassificationRecipe)
 
@@ -27,6 +37,187 @@ def _written(folder: Path, text: str, name: str = "mine.yaml") -> str:
 
 
 # Shipped recipes
+
+MECHANISMS = [
+    *("ape", "full", "linformer", "sra64", "sra32", "global", "performer", "random_shift"),
+    *("partial_linformer", "partial_sra32", "partial_global", "partial_performer"),
+]
+COMPARED_IN_DETECTION = [
+    *("vil", "sra64", "sra32", "global", "performer"),
+    *("partial_vil", "partial_sra32", "partial_global", "partial_performer"),
+]
+
+
+def test_names_of_all_recipes() -> None:
+    classification = [
+        *("cifar10", "cifar100", "fashion_mnist", "quickstart"),
+        *(f"imagenet1k_{size}" for size in ("tiny", "small", "medium", "base")),
+        *(f"imagenet1k_{size}_{name}" for size in ("tiny", "small") for name in MECHANISMS),
+        *("imagenet1k_medium_ape", "imagenet1k_base_ape", "imagenet1k_small_release"),
+        *("imagenet1k_384_medium", "imagenet1k_384_base", "imagenet21k_medium", "imagenet21k_base"),
+    ]
+    detection = [
+        "quickstart",
+        *(
+            f"{detector}_{size}_{length}"
+            for detector in ("mask_rcnn", "retinanet")
+            for size in ("tiny", "small", "medium", "base")
+            for length in ("1x", "3x")
+        ),
+        *(f"mask_rcnn_small_1x_{name}" for name in COMPARED_IN_DETECTION),
+    ]
+    assert (len(classification), len(detection)) == (39, 26)
+    assert recipe_names(ClassificationRecipe) == sorted(classification)
+    assert recipe_names(DetectionRecipe) == sorted(detection)
+
+
+TRAINING = {
+    "seed": 0,
+    "epochs": 300,
+    "accumulate": 1,
+    "precision": "fp32",
+    "compile": False,
+    "grad_checkpointing": False,
+    "strategy": "ddp",
+    "optimizer": "adamw",
+    "beta2": 0.999,
+    "momentum": 0.9,
+    "warmup": 5.0,
+    "min_lr": 1e-6,
+    "ema": None,
+    "workers": 2,
+    "checkpoint_minutes": 10.0,
+    "log_every": 50,
+    "eval_every": 1,
+    "model_options": {},
+    "shift_until": 0.75,
+    "init": None,
+    "hflip": 0.5,
+}
+"""What the recipes below have in common."""
+
+IMAGENET = {
+    **TRAINING,
+    "steps": None,
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "decay": "matrices",
+    "clip_norm": None,
+    "schedule": "cosine",
+    "warmup_steps": None,
+    "warmup_factor": 0.002,
+    "milestones": (),
+    "drop_path": 0.1,
+    "image_size": None,
+    "table_resize": "offset",
+    "class_map": None,
+    "data": "imagenet",
+    "train_split": "train",
+    "eval_split": "validation",
+    "num_classes": None,
+    "num_images": None,
+    "skip_bad_images": False,
+    "in_memory": False,
+    "crop": "random_resized",
+    "crop_pad": 0.125,
+    "crop_scale": (0.08, 1.0),
+    "crop_ratio": (0.75, 4 / 3),
+    "color_jitter": 0.4,
+    "auto_augment": "rand-m9-mstd0.5-inc1",
+    "erase": 0.25,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+    "mix_prob": 1.0,
+    "smoothing": 0.1,
+    "repeats": 1,
+    "interpolation": "bicubic",
+    "crop_pct": None,
+    "mean": None,
+    "std": None,
+    "eval_batch_size": None,
+}
+COCO = {
+    **TRAINING,
+    "batch_size": 16,
+    "lr_batch": None,
+    "weight_decay": 0.05,
+    "decay": "all",
+    "clip_norm": 1.0,
+    "schedule": "multistep",
+    "warmup_steps": 1000,
+    "warmup_factor": 0.01,
+    "milestones": (2 / 3, 8 / 9),
+    "neighbours": "all",
+    "table_resize": "bilinear",
+    "data": "coco",
+    "train_split": "train2017",
+    "eval_split": "val2017",
+    "skip_bad": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe_type", "name", "values"),
+    [
+        (
+            ClassificationRecipe,
+            "imagenet1k_small_full",
+            {
+                **IMAGENET,
+                "about": "Full attention; 81.9% in the paper",
+                "model": "msvit_small_1_2_8_1_full",
+                "batch_size": 256,
+                "lr_batch": 1024,
+                "neighbours": "all",
+            },
+        ),
+        (
+            ClassificationRecipe,
+            "imagenet1k_tiny_partial_sra32",
+            {
+                **IMAGENET,
+                "about": "SRA 8, 4, then full; 75.2% in the paper",
+                "model": "msvit_tiny_1_1_9_1_partial_sra32",
+                "batch_size": 1024,
+                "lr_batch": None,
+                "neighbours": "all",
+            },
+        ),
+        (
+            DetectionRecipe,
+            "retinanet_base_3x",
+            {
+                **COCO,
+                "about": "RetinaNet on ViL-Base, COCO, 270,000 steps at several scales; give the classifier as --init",
+                "model": "vision_longformer_base",
+                "detector": "retinanet",
+                "detector_options": {"min_size": [640, 672, 704, 736, 768, 800]},
+                "steps": 270_000,
+                "lr": 8e-5,
+                "drop_path": 0.2,
+            },
+        ),
+        (
+            DetectionRecipe,
+            "mask_rcnn_small_1x_performer",
+            {
+                **COCO,
+                "about": "Mechanisms compared: Performer; 36.1 box AP in the paper",
+                "model": "msvit_small_1_2_8_1_performer",
+                "detector": "mask_rcnn",
+                "detector_options": {},
+                "steps": 90_000,
+                "lr": 1e-4,
+                "drop_path": 0.1,
+            },
+        ),
+    ],
+)
+def test_every_value_of_a_generated_recipe(
+    recipe_type: type[BackboneSettings], name: str, values: dict[str, Any]
+) -> None:
+    assert name in recipe_type.generated
+    assert asdict(resolve(recipe_type, name)) == values
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -197,6 +388,60 @@ def test_values_that_do_not_fit(key: str, value: Any, sentence: str) -> None:
         build(ClassificationRecipe, {key: value}, "my.yaml")
     assert str(error.value).startswith("my.yaml: ")
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epochs": 0}, "epochs is 0; it must be a whole number of at least 1"),
+        ({"optimizer": "adam"}, "unknown optimizer 'adam'; did you mean 'adamw'"),
+        ({"ema": 1.0}, "ema is 1.0; it must be at least 0 and below 1"),
+        ({"milestones": (0.9, 0.5)}, "give rising fractions"),
+        ({"lr": 0.0}, "lr is 0.0; it must be positive"),
+    ],
+)
+def test_settings_are_checked(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainSettings(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": -1}, "seed is -1; it must be a whole number of at least 0"),
+        ({"steps": 0}, "steps is 0; it must be a whole number of at least 1"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1; it must not be negative"),
+        ({"checkpoint_minutes": -1.0}, "checkpoint_minutes is -1.0; it must not be negative"),
+        ({"milestones": (0.5, 1.0)}, "give rising fractions"),
+        ({"drop_path": 1.5}, "drop_path is 1.5; it must be between 0 and 1"),
+        ({"shift_until": -0.5}, "shift_until is -0.5; it must be between 0 and 1"),
+        ({"neighbours": "some"}, "unknown neighbours 'some'"),
+        ({"strategy": "zero"}, "unknown strategy 'zero'"),
+    ],
+)
+def test_settings_out_of_range(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BackboneSettings(**change)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"), [({}, 500), ({"warmup": 0.25}, 25), ({"warmup": 0.0}, 0), ({"warmup_steps": 7}, 7)]
+)
+def test_steps_of_warm_up(settings: dict[str, Any], steps: int) -> None:
+    assert TrainSettings(**settings).count_warmup(100) == steps
+
+
+def test_the_rate_is_scaled_to_the_batch() -> None:
+    assert TrainSettings(lr=0.3, batch_size=256).scaled_lr == 0.3
+    assert TrainSettings(lr=0.3, batch_size=256, lr_batch=1024).scaled_lr == pytest.approx(0.075)
+
+
+def test_settings_are_resolved_with_changes() -> None:
+    recipe = resolve(ClassificationRecipe, "imagenet1k_tiny", epochs=7, crop_scale=[0.5, 1])
+    assert (recipe.epochs, recipe.crop_scale, recipe.model) == (7, (0.5, 1.0), "vision_longformer_tiny")
+    assert resolve(ClassificationRecipe, recipe, epochs=8) == replace(recipe, epochs=8)
+    with pytest.raises(ValueError, match="recipe imagenet1k_tiny: unknown key 'epoch'; did you mean 'epochs'"):
+        resolve(ClassificationRecipe, "imagenet1k_tiny", epoch=7)
 
 
 def test_lists_become_tuples_and_whole_numbers_floats() -> None:

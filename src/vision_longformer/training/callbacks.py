@@ -139,7 +139,8 @@ def curves(records: Sequence[dict[str, Any]], results: Sequence[str]) -> Figure:
             label = f"{name.replace('_', ' ')}: {measured[-1][1]:.1f}"
             scores.plot(*zip(*measured, strict=True), marker="o", markersize=4, label=label)
     scores.set_title("evaluation, %", loc="left", fontsize=11)
-    scores.legend(frameon=False)
+    if scores.lines:
+        scores.legend(frameon=False)
     for axes in (losses, scores):
         axes.set_xlabel("steps", color=LABEL_COLOUR)
         axes.set_xlim(left=0)

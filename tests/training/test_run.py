@@ -1,0 +1,216 @@
+"""Runs from a recipe to a directory: what every task gets set up, new runs and resumed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from accelerate import Accelerator
+from builders import StopAt
+from torch import nn
+from toy_tasks import LinearTask, ToyTask
+
+from vision_longformer import VisionLongformer
+from vision_longformer.data.loading import Progress
+from vision_longformer.models.attention.performer import orthogonal_features
+from vision_longformer.models.vision_longformer import Stage
+from vision_longformer.training.callbacks import Callback
+from vision_longformer.training.loop import TrainingLoop
+from vision_longformer.training.recipe import BackboneSettings
+from vision_longformer.training.run import resume, train
+from vision_longformer.training.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyRecipe(BackboneSettings):
+    task: ClassVar[str] = "toy"
+    run_prefix: ClassVar[str] = "small-"
+    generated: ClassVar[Mapping[str, Mapping[str, Any]]] = {"brief": {"epochs": 1, "batch_size": 2, "seed": 6}}
+
+
+class RecipeTask(ToyTask):
+    """The toy task, built from a recipe as :func:`train` builds tasks; the last one built is ``built``."""
+
+    recipe_type = ToyRecipe
+    curves = ("score",)
+    built: ClassVar[RecipeTask]
+
+    def __init__(self, recipe: ToyRecipe, accelerator: Accelerator) -> None:
+        super().__init__(batches_per_epoch=4)
+        self.recipe = recipe
+        self.drawn: list[Path] = []
+        type(self).built = self
+
+    def evaluate(self, progress: Progress) -> dict[str, float]:
+        progress(1, 1)
+        return super().evaluate(progress)
+
+    def draw(self, folder: Path) -> None:
+        self.drawn.append(folder)
+
+
+BRIEF = ToyRecipe(epochs=1, batch_size=2)
+
+
+# New runs and resumed ones
+
+
+def test_a_new_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained = train(RecipeTask, "brief", epochs=2, lr=0.002)
+    assert trained.run == Path("runs/small-brief-1")
+    assert trained.checkpoint == Path("runs/small-brief-1/best.safetensors")
+    assert (RecipeTask.built.recipe.epochs, RecipeTask.built.recipe.seed, RecipeTask.built.recipe.lr) == (2, 6, 0.002)
+    assert "epochs: 2\n" in (trained.run / "recipe.yaml").read_text()
+    assert [path.name for path in trained.pictures] == ["curves.png"]
+    assert RecipeTask.built.drawn[0] == trained.run
+    assert trained.results == RunDirectory(trained.run).records()[-1]["evaluation"]
+    assert any((trained.run / "tensorboard").iterdir())
+    assert train(RecipeTask, "brief").run == Path("runs/small-brief-2")
+    assert train(RecipeTask, BRIEF).run == Path("runs/small-toy-1")
+    (tmp_path / "mine.yaml").write_text("base: brief\nseed: 9\n")
+    assert train(RecipeTask, "mine.yaml", output="elsewhere").run == Path("elsewhere")
+    assert RecipeTask.built.recipe.seed == 9
+    assert train(RecipeTask, "mine.yaml").run == Path("runs/small-mine-1")
+
+
+def test_the_callback_watches_the_run(tmp_path: Path) -> None:
+    events: list[Any] = []
+
+    class Watch(Callback):
+        def on_start(self, step: int, total: int, steps_per_epoch: int) -> None:
+            events.append(("start", step, total, steps_per_epoch))
+
+        def on_step(self, step: int) -> None:
+            events.append(step)
+
+        def on_log(self, values: dict[str, Any]) -> None:
+            events.append(("log", values["step"]))
+
+        def on_eval_progress(self, done: int, total: int) -> None:
+            events.append(("progress", done, total))
+
+        def on_evaluate(self, values: dict[str, Any], best: bool) -> None:
+            events.append(("evaluate", values["step"], best))
+
+        def on_end(self) -> None:
+            events.append("end")
+
+    train(RecipeTask, BRIEF, output=tmp_path / "run", callback=Watch(), steps=3, log_every=2)
+    assert events == [
+        *(("start", 0, 3, 4), 1, 2, ("log", 2), 3, ("log", 3)),
+        *(("progress", 1, 1), ("evaluate", 3, True), "end"),
+    ]
+
+
+def test_a_resumed_run_has_the_settings_it_was_started_with(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(RecipeTask, BRIEF, output=tmp_path / "run", callback=StopAt(3), seed=8, checkpoint_minutes=0.0)
+    holding = RunDirectory.reopen(tmp_path / "run")
+    holding.lock()
+    with pytest.raises(ValueError, match="another process is training in"):
+        resume(RecipeTask, tmp_path / "run")
+    del holding
+    started: list[int] = []
+
+    class Watch(Callback):
+        def on_start(self, step: int, total: int, steps_per_epoch: int) -> None:
+            started.append(step)
+
+    resumed = resume(RecipeTask, tmp_path / "run", callback=Watch())
+    assert started == [2]
+    assert RecipeTask.built.recipe == ToyRecipe(epochs=1, batch_size=2, seed=8, checkpoint_minutes=0.0)
+    whole = train(RecipeTask, BRIEF, output=tmp_path / "whole", seed=8)
+    assert resumed.results == whole.results
+
+
+# What is set up for every task
+
+
+def test_random_shift_ends_at_its_fraction_of_the_run(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Watch(Callback):
+        def on_step(self, step: int) -> None:
+            seen.append(RecipeTask.built.model.config.neighbours)
+
+    train(RecipeTask, BRIEF, output=tmp_path / "run", callback=Watch(), epochs=2, shift_until=0.375)
+    assert seen == ["random"] * 3 + ["all"] * 5
+
+
+def test_features_are_drawn_from_the_seed_of_the_run(tmp_path: Path) -> None:
+    """The toy task redraws before every step of the first epoch; step 3 of seed 1 is the last."""
+    train(RecipeTask, BRIEF, output=tmp_path / "run", seed=1)
+    generator = torch.Generator().manual_seed(5336253445118569553)
+    features = RecipeTask.built.model.state_dict()["stages.1.blocks.0.attn.features"]
+    assert torch.equal(features, orthogonal_features(4, 4, generator))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_gradient_checkpointing_reaches_every_stage(enabled: bool, tmp_path: Path) -> None:
+    train(RecipeTask, BRIEF, output=tmp_path / "run", grad_checkpointing=enabled, steps=1)
+    stages = [module for module in RecipeTask.built.model.modules() if isinstance(module, Stage)]
+    assert [stage.grad_checkpointing for stage in stages] == [enabled, enabled]
+
+
+class Wrapped(nn.Module):
+    """Two backbones behind something that knows nothing of checkpointing, as in a detector."""
+
+    def __init__(self, model: VisionLongformer, other: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.backbone, self.other = nn.Identity(), model, other
+        self.head = model.head
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.backbone(self.stem(images))
+
+
+def test_gradient_checkpointing_reaches_backbones_inside_a_model(tmp_path: Path) -> None:
+    other = VisionLongformer(ToyTask().model.config)
+
+    class DetectorLike(RecipeTask):
+        def __init__(self, recipe: ToyRecipe, accelerator: Accelerator) -> None:
+            super().__init__(recipe, accelerator)
+            self.model = Wrapped(self.model, other.requires_grad_(False))  # type: ignore[assignment]
+
+    train(DetectorLike, BRIEF, output=tmp_path / "run", grad_checkpointing=True, steps=1)
+    stages = [module for module in DetectorLike.built.model.modules() if isinstance(module, Stage)]
+    assert [stage.grad_checkpointing for stage in stages] == [True] * 4
+
+
+class CannotCheckpoint(nn.Linear):
+    """As models of timm say that they cannot."""
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        assert not enable, "gradient checkpointing not supported"
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 1), CannotCheckpoint(2, 1), nn.Sequential(CannotCheckpoint(2, 1))])
+def test_models_that_cannot_checkpoint_are_refused(model: nn.Module, tmp_path: Path) -> None:
+    class Unsupported(LinearTask):
+        recipe_type = ToyRecipe
+        curves = ("score",)
+
+        def __init__(self, recipe: ToyRecipe, accelerator: Accelerator) -> None:
+            super().__init__(torch.zeros(1, 1, 2), torch.zeros(1, 1), batches_per_epoch=1)
+            self.model = model  # type: ignore[assignment]
+
+    with pytest.raises(
+        ValueError, match="grad_checkpointing is on, but nothing in this model supports it; turn it off"
+    ):
+        train(Unsupported, BRIEF, output=tmp_path / "run", batch_size=1, grad_checkpointing=True)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_model_is_compiled_if_asked(enabled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+    models: list[nn.Module] = []
+    monkeypatch.setattr(VisionLongformer, "compile", lambda self: compiled.append(self))
+    monkeypatch.setattr(TrainingLoop, "train", lambda self: models.append(self.task.model) or {})
+    train(RecipeTask, BRIEF, output=tmp_path / "run", compile=enabled)
+    assert models == [RecipeTask.built.model]
+    assert compiled == (models if enabled else [])
