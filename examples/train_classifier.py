@@ -1,4 +1,4 @@
-"""Train a small classifier, evaluate it at another resolution, and ask it about single images.
+"""Train a small classifier, evaluate it at another resolution, and classify single images.
 
     python examples/train_classifier.py [--steps 200]
 
@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from importlib import resources
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
-from vision_longformer.classification import evaluate, predict
-from vision_longformer.classification import task as train
+from vision_longformer.classification import evaluate, predict, train
+from vision_longformer.data.sources import open_source
 
 
 def main() -> None:
@@ -31,12 +27,11 @@ def main() -> None:
     larger = evaluate(trained.checkpoint, "fashion-mnist", size=36)
     print(f"{larger.top1:.1f}% on the same {larger.samples} images at 36×36, without training for it")
 
-    with resources.files("vision_longformer.data").joinpath("fashion_mnist_7k.npz").open("rb") as file:
-        pixels = np.load(file)["test_x"][:3]
+    garments = open_source("fashion-mnist", "test")
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"garment_{index}.png" for index in range(len(pixels))]
-        for path, image in zip(files, pixels, strict=True):
-            Image.fromarray(image).save(path)
+        files = [Path(folder) / f"garment_{index}.png" for index in range(3)]
+        for index, path in enumerate(files):
+            garments.read(index)[0].save(path)
         for prediction in predict(trained.checkpoint, files, top=2):
             best = zip(prediction.labels, prediction.probabilities, strict=True)
             print(Path(prediction.file).name, ", ".join(f"{label} {chance:.0%}" for label, chance in best))

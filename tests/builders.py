@@ -1,13 +1,19 @@
-"""What several test files share: cases of local attention, comparison with the oracle, small models and detectors."""
+"""What several test files share: local attention compared with the oracle, small models, data sets and detectors."""
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
+import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from pycocotools import mask as rle
 from torch import Tensor
 
@@ -193,6 +199,97 @@ def image(height: int = 64, width: int = 64, batch: int = 2, dtype: torch.dtype 
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
+# Labelled images: of one grey value each, by which samples are told apart
+
+IMAGE_CLASSES = ("cat", "dog", "owl")
+IMAGE_SIDE = 16
+
+
+def grey_png(value: int) -> bytes:
+    """A PNG file of one grey value."""
+    file = io.BytesIO()
+    Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), (value, value, value)).save(file, "PNG")
+    return file.getvalue()
+
+
+def grey_files(count: int = 12) -> dict[str, bytes]:
+    """PNG files by path, of grey values 0, 1, 2, … and of the classes in turn: ``cat/00.png``, ``dog/01.png``, …"""
+    return {f"{IMAGE_CLASSES[value % 3]}/{value:02}.png": grey_png(value) for value in range(count)}
+
+
+def grey_samples(count: int = 12) -> list[tuple[int, int]]:
+    """Grey value and label of each of :func:`grey_files`."""
+    return [(value, value % 3) for value in range(count)]
+
+
+def grey_arrays(count: int, *channels: int) -> np.ndarray:
+    """The same images as an array (count, side, side[, channels])."""
+    values = np.arange(count, dtype=np.uint8).reshape(-1, 1, 1, *[1 for _ in channels])
+    return values + np.zeros((1, IMAGE_SIDE, IMAGE_SIDE, *channels), np.uint8)
+
+
+def write_folder(folder: Path) -> Path:
+    """:func:`grey_files` in splits ``train`` (12 images) and ``val`` (6)."""
+    for split, count in (("train", 12), ("val", 6)):
+        for name, content in grey_files(count).items():
+            path = folder / split / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    return folder
+
+
+def write_photos(folder: Path) -> Path:
+    """A folder of 12 noisy JPEG files of different sizes, without splits."""
+    generator = np.random.default_rng(0)
+    for index in range(12):
+        path = folder / IMAGE_CLASSES[index % 3] / f"{index}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (20 + index, 30, 3), np.uint8)).save(path)
+    return folder
+
+
+def write_npz(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+def write_tar(path: Path, files: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def write_zip(path: Path, files: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def write_shards(folder: Path) -> Path:
+    """Six shards of 8 images for training, two of 5 and 2 for evaluation, the last with its labels in JSON."""
+    folder.mkdir()
+    for number in range(6):
+        _write_shard(folder / f"train-{number:03}.tar", range(number * 8, number * 8 + 8))
+    _write_shard(folder / "val-0.tar", range(5))
+    _write_shard(folder / "val-1.tar", range(5, 7), json_labels=True)
+    return folder
+
+
+def _write_shard(path: Path, values: Iterable[int], *, json_labels: bool = False) -> None:
+    files: dict[str, bytes] = {}
+    for value in values:
+        files[f"./{value:03}.png"] = grey_png(value)
+        if json_labels:
+            files[f"./{value:03}.json"] = json.dumps({"label": value % 3}).encode()
+        else:
+            files[f"./{value:03}.cls"] = str(value % 3).encode()
+    write_tar(path, files)
+
+
 # Training
 
 
@@ -207,7 +304,7 @@ class StopAt(Callback):
             raise KeyboardInterrupt
 
 
-# Detectors and data sets
+# Detectors, and data sets in COCO's format
 
 SMALL_DETECTOR: dict[str, Any] = {
     "channels": 8,
@@ -221,12 +318,66 @@ SMALL_DETECTOR: dict[str, Any] = {
 }
 
 
-def write_detector(path: Path, categories: list[str] | None, kind: str = "mask_rcnn", num_classes: int = 10) -> Path:
-    """An untrained one, which finds five things in every image; it knows its categories' names if they are given."""
+def small_detector(detector: str, **options: Any) -> Any:
+    """A few thousand parameters beside its backbone, "vil" among the zoo's models, with weights large enough to matter.
+
+    Tests of detection have that name in the zoo; others patch it there.
+    """
+    torch.manual_seed(3)
+    options = {**SMALL_DETECTOR, "detections": 100, **options}
+    model = build_detector(DetectorConfig(detector, "vil", 3).override(**options))
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def write_detector(
+    path: Path, categories: list[str] | None, detector: str = "mask_rcnn", num_classes: int = 10
+) -> Path:
+    """An untrained one with five detections in every image; it knows its categories' names if they are given."""
     torch.manual_seed(0)
-    model = build_detector(DetectorConfig(kind, "test_resnet", num_classes, **SMALL_DETECTOR))
+    model = build_detector(DetectorConfig(detector, "test_resnet", num_classes, **SMALL_DETECTOR))
     named = [{"id": number, "name": name} for number, name in enumerate(categories or (), 1)]
     return save_detector(model, path, info={"categories": named} if categories else None)
+
+
+COCO_WIDTH, COCO_HEIGHT = 40, 30
+COCO_CATEGORIES = [{"id": 18, "name": "dog"}, {"id": 7, "name": "train"}, {"id": 90, "name": "toothbrush"}]
+COCO_SQUARE = [[5, 5, 15, 5, 15, 15, 5, 15]]
+
+
+def coco_annotation(number: int, image: int = 1, **changes: Any) -> dict[str, Any]:
+    """A square of 10×10 at (5, 5), a train."""
+    plain = {"category_id": 7, "bbox": [5, 5, 10, 10], "area": 100, "iscrowd": 0, "segmentation": COCO_SQUARE}
+    return {"id": number, "image_id": image, **plain, **changes}
+
+
+def coco_content(annotations: list[dict[str, Any]] | None = None, images: int = 3) -> dict[str, Any]:
+    """An annotation file; without ``annotations``, it has two objects of the first image and one of the third."""
+    stated = {"width": COCO_WIDTH, "height": COCO_HEIGHT}
+    named = [{"id": 1 + index, "file_name": f"{index}.png", **stated} for index in range(images)]
+    if annotations is None:
+        other = {"category_id": 90, "bbox": [0, 10, 40, 20]}
+        annotations = [coco_annotation(1), coco_annotation(2, **other), coco_annotation(3, image=3)]
+    return {"images": named, "annotations": annotations, "categories": COCO_CATEGORIES}
+
+
+def write_coco(
+    folder: Path,
+    content: dict[str, Any] | None = None,
+    file: str = "annotations/instances_train.json",
+    images: str = "train",
+) -> Path:
+    """A data set whose image files have colours of their own: (250 - 10 · index, 0, index)."""
+    content = coco_content() if content is None else content
+    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+    (folder / file).write_text(json.dumps(content))
+    (folder / images).mkdir(parents=True, exist_ok=True)
+    for index, record in enumerate(content["images"]):
+        colour = (250 - 10 * index, 0, index)
+        Image.new("RGB", (COCO_WIDTH, COCO_HEIGHT), colour).save(folder / images / record["file_name"])
+    return folder
 
 
 def write_garments(folder: Path, *splits: tuple[str, int]) -> Path:

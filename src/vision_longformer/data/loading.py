@@ -109,12 +109,17 @@ def _data_loader(dataset: Dataset[Any], workers: int, **options: Any) -> DataLoa
     return DataLoader(
         dataset,
         batch_size=None,
+        collate_fn=_unchanged,
         num_workers=workers,
         worker_init_fn=_start_worker,
         generator=torch.Generator(),
         pin_memory=torch.cuda.is_available(),
         **options,
     )
+
+
+def _unchanged(item: T) -> T:
+    return item
 
 
 def _start_worker(worker: int) -> None:

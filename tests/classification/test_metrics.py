@@ -1,18 +1,16 @@
-"""Accuracy, loss and confusions against plain computation, and models evaluated with them."""
+"""Accuracy, loss and confusions against plain computation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import exp, isnan, log
 from typing import Any
 
 import pytest
 import torch
-from builders import SMALL_MODELS
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
-from vision_longformer.classification import evaluate as metrics
-from vision_longformer.classification.evaluate import Result, Score, evaluate_model, in_step
+from vision_longformer.classification import metrics
+from vision_longformer.classification.metrics import Result, Score
 
 
 def _score(logits: Tensor, labels: Tensor, *, batch: int = 100) -> Result:
@@ -102,71 +100,3 @@ def test_processes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert got[:3] == expected[:3]
     assert got.loss == pytest.approx(expected.loss, rel=1e-12)
     assert all(torch.equal(a, b) for a, b in zip(got[4:7], expected[4:7], strict=True))
-
-
-def test_processes_run_as_many_batches_as_the_one_with_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This one has a batch, the other three; those to spare are run and not counted."""
-    others = iter([1, 1, 1, 0])
-    monkeypatch.setattr(distributed, "all_reduce", lambda flag: flag.add_(next(others)))
-    own = torch.ones(2, 3, 64, 64), torch.tensor([1, 4])
-    first, *spare = in_step([own], SMALL_MODELS["two_stages"], torch.device("cpu"))
-    assert first is own
-    assert [(images.shape, len(labels)) for images, labels in spare] == [((1, 3, 64, 64), 0)] * 2
-    score = Score(5, "cpu")
-    score.add(torch.randn(1, 5)[:0], spare[0][1])
-    assert score.result().samples == 0
-
-
-class _Data:
-    """Ten images of two pixels in batches of four, as evaluation data."""
-
-    classes = ("low", "mid", "high")
-    size = 10
-    skipped = 3
-
-    def __init__(self) -> None:
-        self.images, self.labels = torch.randn(10, 1, 1, 2), torch.arange(10) % 3
-
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self.images.split(4), self.labels.split(4), strict=True)
-
-
-class _Model(nn.Module):
-    """A linear classifier whose dropout would show in training mode; ``dtypes`` are those of its logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(2, 3), nn.Dropout(0.9)
-        self.dtypes: set[torch.dtype] = set()
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits = self.linear(self.drop(images.flatten(1)))
-        self.dtypes.add(logits.dtype)
-        return logits
-
-
-def test_evaluate_model() -> None:
-    model, data, told = _Model().train(), _Data(), []
-    result = evaluate_model(model, data, torch.device("cpu"), progress=lambda *done: told.append(done))  # type: ignore[arg-type]
-    expected = _score(model.linear(data.images.flatten(1)), data.labels)
-    assert result[:3] == expected[:3]
-    assert result.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert (result.skipped, result.classes) == (3, data.classes)
-    assert told == [(4, 10), (8, 10), (10, 10)]
-    assert model.training
-    assert model.dtypes == {torch.float32}
-
-
-def test_evaluate_model_in_another_precision() -> None:
-    model = _Model().eval()
-    evaluate_model(model, _Data(), torch.device("cpu"), torch.bfloat16)  # type: ignore[arg-type]
-    assert model.dtypes == {torch.bfloat16}
-    assert not model.training
-
-
-def test_a_failing_evaluation_leaves_the_mode_as_it_was() -> None:
-    model = _Model().train()
-    model.linear = nn.Linear(5, 3)
-    with pytest.raises(RuntimeError):
-        evaluate_model(model, _Data(), torch.device("cpu"))  # type: ignore[arg-type]
-    assert model.training

@@ -1,11 +1,8 @@
-"""Checkpoints put to use: evaluation, prediction and their commands."""
+"""What classifiers say about single images, and the command."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from argparse import ArgumentError
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +10,11 @@ import pytest
 import torch
 from builders import SMALL_MODELS, build
 from PIL import Image
-from torch import Tensor
 
 from vision_longformer import VisionLongformer, save
-from vision_longformer.classification.evaluate import Score, evaluate
 from vision_longformer.classification.model import load_classifier
 from vision_longformer.classification.predict import predict
 from vision_longformer.classification.preprocessing import Preprocessing
-from vision_longformer.cli.evaluate import evaluate as evaluate_command
 from vision_longformer.cli.parser import Group, run_command
 from vision_longformer.cli.predict import predict as predict_command
 from vision_longformer.data.images import ImageError, decode_image
@@ -28,7 +22,6 @@ from vision_longformer.errors import CheckpointError
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 PREPARE = Preprocessing((64, 64), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3), 0.9, "bicubic", CLASSES)
-COMMANDS = Group("", {"evaluate": evaluate_command, "predict": predict_command})
 
 
 @pytest.fixture
@@ -45,26 +38,6 @@ def _photo(path: Path, height: int = 80, width: int = 100, seed: int = 0) -> Pat
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
     return path
-
-
-@pytest.fixture
-def arrays(tmp_path: Path) -> tuple[Path, Tensor, Tensor]:
-    """Ten images of the model's own size as a data set, beside its contents."""
-    images = np.random.default_rng(1).integers(0, 256, (10, 64, 64, 3), dtype=np.uint8)
-    labels = np.array([0, 1, 2, 3, 0, 1, 2, 3, 0, 1])
-    path = tmp_path / "ten.npz"
-    np.savez(path, test_x=images, test_y=labels, train_x=images, train_y=labels, classes=np.array(CLASSES))
-    return path, torch.from_numpy(images), torch.from_numpy(labels)
-
-
-def _logits(images: Tensor) -> Tensor:
-    """What the model says about uint8 images (n, 64, 64, 3), cropped and enlarged as its preprocessing asks."""
-    transform = PREPARE.transform()
-    with torch.no_grad():
-        return build("two_stages").eval()(torch.stack([transform(Image.fromarray(image.numpy())) for image in images]))
-
-
-# Prediction
 
 
 def test_predict_is_the_model_by_hand(checkpoint: Path, photo: Path) -> None:
@@ -151,119 +124,11 @@ def test_checkpoints_that_are_no_classifiers(photo: Path, tmp_path: Path) -> Non
         predict(other, [photo])
 
 
-# Evaluation
-
-
-def test_evaluate_is_the_model_by_hand(checkpoint: Path, arrays: tuple[Path, Tensor, Tensor]) -> None:
-    path, images, labels = arrays
-    result = evaluate(checkpoint, str(path), batch_size=4, workers=0)
-    expected = Score(5, "cpu")
-    expected.add(_logits(images), labels)
-    assert result[:3] == expected.result()[:3]
-    assert result.loss == pytest.approx(expected.result().loss, rel=1e-5)
-    assert result.classes == CLASSES
-    assert result.seen.tolist() == [3, 3, 2, 2, 0]
-    assert torch.equal(result.confusion, expected.confusion)  # type: ignore[arg-type]
-
-
-def test_images_left_out_are_counted(checkpoint: Path, tmp_path: Path) -> None:
-    for name in CLASSES:
-        (tmp_path / "test" / name).mkdir(parents=True)
-        _photo(tmp_path / "test" / name / "good.png")
-    bad = tmp_path / "test" / "bee" / "good.png"
-    bad.write_bytes(b"bad")
-    with pytest.raises(ImageError, match=r"bee.good\.png"):
-        evaluate(checkpoint, str(tmp_path), workers=0)
-    result = evaluate(checkpoint, str(tmp_path), workers=0, skip_bad_images=True)
-    assert (result.samples, result.skipped, result.seen.tolist()) == (4, 1, [1, 0, 1, 1, 1])
-
-
-def test_evaluate_at_another_resolution(checkpoint: Path, arrays: tuple[Path, Tensor, Tensor]) -> None:
-    path, *_ = arrays
-    own, half = (evaluate(checkpoint, str(path), workers=0, size=size) for size in (64, 32))
-    assert own.loss == evaluate(checkpoint, str(path), workers=0).loss
-    assert half.samples == 10
-    assert half.loss != own.loss
-
-
-def test_classes_must_agree(checkpoint: Path, arrays: tuple[Path, Tensor, Tensor], tmp_path: Path) -> None:
-    _, images, labels = arrays
-    with pytest.raises(ValueError, match="lacks class 'ant', which the model has"):
-        evaluate(checkpoint, "fashion-mnist", workers=0)
-    renamed = tmp_path / "renamed.npz"
-    classes = np.array(["ant", "bee", "cow", "dog", "eel"])
-    np.savez(renamed, test_x=images.numpy(), test_y=labels.numpy(), classes=classes)
-    with pytest.raises(ValueError, match="lacks class 'cat', which the model has"):
-        evaluate(checkpoint, str(renamed), workers=0)
-
-
-def test_without_names_classes_must_be_as_many(arrays: tuple[Path, Tensor, Tensor], tmp_path: Path) -> None:
-    path, *_ = arrays
-    nameless = save(build("two_stages"), tmp_path / "nameless.safetensors")
-    with pytest.raises(ValueError, match="num_classes is 5, but fashion-mnist has 10 classes"):
-        evaluate(nameless, "fashion-mnist", workers=0)
-    assert evaluate(nameless, str(path), workers=0).classes == CLASSES
-
-
-WORKER = """
-import json, sys
-from torch import distributed
-from vision_longformer.classification.evaluate import evaluate
-results = [evaluate(sys.argv[1], data, batch_size=3, workers=0) for data in sys.argv[2:]]
-if distributed.get_rank() == 0:
-    print(json.dumps([[*result[:4], result.confusion.tolist()] for result in results]))
-distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_count_every_image_once(
-    checkpoint: Path, arrays: tuple[Path, Tensor, Tensor], tmp_path: Path
-) -> None:
-    """Ten images, and a single one, of which one process gets nothing."""
-    path, images, labels = arrays
-    single = tmp_path / "single.npz"
-    np.savez(single, test_x=images[:1].numpy(), test_y=labels[:1].numpy(), classes=np.array(CLASSES))
-    worker = tmp_path / "worker.py"
-    worker.write_text(WORKER)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, str(worker), str(checkpoint), str(path), str(single)]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-    for data, (samples, top1, top5, loss, confusion) in zip((path, single), json.loads(output), strict=True):
-        alone = evaluate(checkpoint, str(data), workers=0)
-        assert (samples, top1, top5) == alone[:3]
-        assert loss == pytest.approx(alone.loss, rel=1e-6)
-        assert confusion == alone.confusion.tolist()  # type: ignore[union-attr]
-
-
-# Commands
+# The command
 
 
 def _vil(*argv: object) -> None:
-    run_command("vil", COMMANDS, [str(word) for word in argv], "0")
-
-
-def test_evaluate_command(
-    checkpoint: Path, arrays: tuple[Path, Tensor, Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, *_ = arrays
-    result = evaluate(checkpoint, str(path), workers=0)
-    picture = tmp_path / "confusion.png"
-    common = ("evaluate", checkpoint, "--data", path, "--workers", 0, "--per_class")
-    _vil(*common, "--confusion", picture)
-    output = capsys.readouterr().out
-    rows = [line.split() for line in output.splitlines()]
-    assert ["10", f"{result.top1:.2f}", f"{result.top5:.2f}", f"{result.loss:.4f}"] in rows
-    assert ["ant", "3", f"{result.per_class()[0][0]:.2f}"] in rows
-    assert ["eel", "0"] in rows
-    assert f"wrote {picture}" in output
-    assert Image.open(picture).format == "PNG"
-    with pytest.raises(FileExistsError, match=r"confusion\.png exists"):
-        _vil(*common, "--confusion", picture)
-    _vil(*common, "--json")
-    data = json.loads(capsys.readouterr().out)
-    assert (data["samples"], data["top1"], data["loss"]) == (10, result.top1, result.loss)
-    assert data["classes"][4] == {"class": "eel", "samples": 0, "top1": None}
+    run_command("vil", Group("", {"predict": predict_command}), [str(word) for word in argv], "0")
 
 
 def test_predict_command(checkpoint: Path, photo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,7 +150,7 @@ def test_predict_command(checkpoint: Path, photo: Path, tmp_path: Path, capsys: 
 
 
 def test_images_must_be_given(checkpoint: Path) -> None:
-    with pytest.raises(ArgumentError, match="images"):
+    with pytest.raises(ValueError, match="the following arguments are required: images"):
         _vil("predict", checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""Training classifiers: from a recipe to a checkpoint, resumed, over several processes, from another checkpoint."""
+"""Classification as a training task: the loss by hand, what is read; whole runs, resumed, over several processes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders import StopAt
+from builders import StopAt, grey_arrays, write_npz
+from classification_builders import UNCHANGED, image_recipe
+from torch import Tensor, nn
 
-from vision_longformer import VisionLongformer, load, save
+from vision_longformer import load
 from vision_longformer.checkpoint import load_info
-from vision_longformer.classification import evaluate, resume
-from vision_longformer.classification import task as train
-from vision_longformer.classification.model import initial_model
+from vision_longformer.classification import evaluate, resume, train
+from vision_longformer.classification import task as task_module
 from vision_longformer.classification.recipe import ClassificationRecipe
+from vision_longformer.classification.task import ClassificationTask
 from vision_longformer.cli.main import main
-from vision_longformer.errors import CheckpointError
+from vision_longformer.data.sources import ArraySource
 from vision_longformer.training.checkpointer import latest_checkpoint, load_state
+from vision_longformer.training.distributed import make_accelerator
 from vision_longformer.training.recipe import recipe_names, resolve
 from vision_longformer.training.run_directory import RunDirectory
 
@@ -82,6 +86,140 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
+# The task
+
+
+def task_of(data: Path, **changes: Any) -> ClassificationTask:
+    """On images of 16×16, of which nothing is changed but by ``changes``."""
+    recipe = image_recipe(data, **{**UNCHANGED, "mixup": 0.0, "cutmix": 0.0, "smoothing": 0.0, **changes})
+    return ClassificationTask(recipe, make_accelerator(recipe))
+
+
+class Fixed(nn.Module):
+    """Gives the same logits for any images, which it remembers."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self._logits = logits
+        self.images = torch.empty(0)
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.images = images
+        return self._logits
+
+
+LOGITS = torch.tensor([[2.0, -1.0, 0.5], [0.0, 1.0, -2.0]])
+
+
+def pair() -> tuple[Tensor, Tensor]:
+    """A white image of class 0 and a black one of class 2: mixed, they show how much of the first is in each."""
+    return torch.stack([torch.ones(3, 16, 16), torch.zeros(3, 16, 16)]), torch.tensor([0, 2])
+
+
+def soft_cross_entropy(targets: list[list[float]]) -> float:
+    """The mean loss of :data:`LOGITS` for probabilities of the classes, in numpy."""
+    logits = LOGITS.double().numpy()
+    log_probabilities = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    return float(-(np.array(targets) * log_probabilities).sum(1).mean())
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "targets"),
+    [(0.0, [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]), (0.3, [[0.8, 0.1, 0.1], [0.1, 0.1, 0.8]])],
+)
+def test_loss_of_plain_labels(images: Path, smoothing: float, targets: list[list[float]]) -> None:
+    """A part of each label is spread evenly over the three classes."""
+    loss, values = task_of(images, smoothing=smoothing).loss(Fixed(LOGITS), pair(), 0)
+    assert loss.item() == pytest.approx(soft_cross_entropy(targets), rel=1e-6)
+    assert values["accuracy"].item() == 50
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_index", "share"), [(0, 0.8951460528399015), (1, 0.16616260798097024), (2, 0.08291395284516118)]
+)
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_loss_of_mixed_labels(images: Path, micro_batch_index: int, share: float, smoothing: float) -> None:
+    """Shares of seed 3's micro-batches: numpy's ``RandomState(seed)`` draws ``rand()``, then ``beta(0.8, 0.8)``.
+
+    The seed is from ``printf "(3, 'mix', 0, 0)" | b2sum -l 64`` and so on: eight bytes, little end first, without the
+    last bit, modulo 2**32. Labels are smoothed once, before they are mixed.
+    """
+    model = Fixed(LOGITS)
+    task = task_of(images, seed=3, mixup=0.8, smoothing=smoothing)
+    loss, values = task.loss(model, pair(), micro_batch_index)
+    assert model.images[:, 0, 0, 0].tolist() == pytest.approx([share, 1 - share], rel=1e-6)
+    even = smoothing / 3
+    first = [(1 - smoothing) * share + even, even, (1 - smoothing) * (1 - share) + even]
+    assert loss.item() == pytest.approx(soft_cross_entropy([first, first[::-1]]), rel=1e-6)
+    assert values["accuracy"].item() == (50 if share > 0.5 else 0)
+
+
+def test_each_process_mixes_by_its_own_draw(images: Path) -> None:
+    task, model = task_of(images, seed=3, mixup=0.8), Fixed(LOGITS)
+    task.accelerator = SimpleNamespace(process_index=1)  # type: ignore[assignment]
+    task.loss(model, pair(), 0)
+    assert model.images[0, 0, 0, 0].item() == pytest.approx(0.10308180831768565, rel=1e-6)
+
+
+def test_cutmix_weighs_labels_by_the_area_that_stays(images: Path) -> None:
+    task, model = task_of(images, cutmix=1.0), Fixed(LOGITS)
+    shares = set()
+    for index in range(5):
+        loss, _ = task.loss(model, pair(), index)
+        assert set(model.images.unique().tolist()) <= {0.0, 1.0}
+        share = model.images[0].mean().item()
+        targets = [[share, 0.0, 1 - share], [1 - share, 0.0, share]]
+        assert loss.item() == pytest.approx(soft_cross_entropy(targets), rel=1e-6)
+        shares.add(share)
+    assert len(shares) == 5
+
+
+def test_features_are_redrawn_less_and_less_often() -> None:
+    """Every step of epoch 0, every 6th of epoch 1, every 11th of epoch 2, always at the start of an epoch."""
+    for epoch, expected in ((0, list(range(20))), (1, [0, 6, 12, 18]), (2, [0, 11])):
+        assert [step for step in range(20) if ClassificationTask.redraws_features(99, epoch, step)] == expected
+
+
+def test_each_split_is_opened_once(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    load_arrays = np.load
+    monkeypatch.setattr(np, "load", lambda path, **options: opened.append(str(path)) or load_arrays(path, **options))
+    task_of(images)
+    assert opened == [str(images)] * 2
+
+
+def test_pictures_read_no_more_images_than_they_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty of 100: numbers 0, 2, … 78. Those that are drawn are the evaluation's own, with the model's best guess."""
+    grey = {"train_x": grey_arrays(9), "train_y": np.arange(9) % 3, "classes": np.array(CLASSES)}
+    path = write_npz(tmp_path / "grey.npz", **grey, test_x=grey_arrays(100), test_y=np.arange(100) % 3)
+    task = task_of(path)
+    task.evaluate(lambda done, total: None)
+    task.save(tmp_path / "best.safetensors")
+    indices: list[int] = []
+    read = ArraySource.read
+    monkeypatch.setattr(ArraySource, "read", lambda self, index: indices.append(index) or read(self, index))
+    pages: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        task_module,
+        "draw_predictions",
+        lambda pixels, labels, predictions, *rest, **options: pages.append(
+            {"values": pixels[:, 0, 0, 0].tolist(), "labels": labels.tolist(), "predictions": predictions.tolist()}
+        ),
+    )
+    task.draw(tmp_path)
+    expected = list(range(0, 80, 2))
+    assert indices == expected
+    (page,) = pages
+    assert (page["values"], page["labels"]) == (expected, [value % 3 for value in expected])
+    inputs = (torch.tensor(expected).float().view(-1, 1, 1, 1).expand(-1, 3, 16, 16) - 127.5) / 127.5
+    with torch.no_grad():
+        assert page["predictions"] == task.model.eval()(inputs).argmax(1).tolist()
+    assert (tmp_path / "confusion.png").exists()
+
+
+# Runs
+
+
 @pytest.fixture(scope="module")
 def trained(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train("quickstart", output=tmp_path_factory.mktemp("runs") / "whole", **settings(images)).run
@@ -124,17 +262,6 @@ def test_a_run_from_the_command_line(images: Path, tmp_path: Path, capsys: pytes
     assert "top-1" in capsys.readouterr().out
 
 
-def test_a_dry_run_says_what_it_would_take(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["train", "quickstart", "--data", str(images), "--batch_size", "8", "--epochs", "5", "--dry-run"])
-    output = capsys.readouterr().out
-    assert "epochs: 5" in output
-    assert "48 images of 3 classes" in output
-    assert "30" in output  # optimiser steps
-    assert "whole training on this machine" in output
-    main(["train", "cifar10", "--data", "nowhere", "--dry-run"])
-    assert "1,281,167 images of 1,000 classes (assumed: the data are not here)" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -145,7 +272,7 @@ def test_a_dry_run_says_what_it_would_take(images: Path, capsys: pytest.CaptureF
         (["quickstart", "--data", "nowhere"], "nowhere"),
         (["quickstart", "--precision", "fp16"], "precision fp16 needs a GPU"),
         (["quickstart", "--batch_size", "10", "--accumulate", "4"], "batch_size 10 is not divisible by 1 processes"),
-        (["quickstart", "--resume", "x"], "--resume goes on with a run as it was"),
+        (["quickstart", "--resume", "x"], "--resume continues a run as it was started"),
         (["--resume", "nowhere"], "nowhere is not a run"),
         (["quickstart", "--init", "nowhere.safetensors"], "there is no file nowhere.safetensors"),
         (["quickstart", "--mixup", "1", "--batch_size", "9"], "must be even"),
@@ -173,58 +300,6 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "after 2 steps" in output
     assert "1000 images at 36×36" in output
     assert output.count("garment_") == 3
-
-
-# Starting from a checkpoint
-
-
-def test_a_checkpoint_of_the_same_classes_keeps_its_head(trained: Path, images: Path) -> None:
-    recipe = resolve(ClassificationRecipe, "quickstart", **settings(images, init=str(trained / "last.safetensors")))
-    model, report = initial_model(recipe, CLASSES)
-    assert_equal(model.state_dict(), load(trained / "last.safetensors").state_dict())
-    assert "nothing was resized" in report
-    assert "head: 3 of 3 classes from the checkpoint" in report
-
-
-def test_other_classes_get_a_new_head(trained: Path, images: Path, tmp_path: Path) -> None:
-    path = trained / "last.safetensors"
-    classes = ("bright", "purple")
-    fresh = initial_model(resolve(ClassificationRecipe, "quickstart", **settings(images)), classes)[0].head.weight
-    model, report = initial_model(
-        resolve(ClassificationRecipe, "quickstart", **settings(images, init=str(path))), classes
-    )
-    assert torch.equal(model.head.weight, fresh)
-    assert "head: 0 of 2 classes" in report
-    class_map = tmp_path / "map.yaml"
-    class_map.write_text("bright: bright\n")
-    recipe = resolve(ClassificationRecipe, "quickstart", **settings(images, init=str(path), class_map=str(class_map)))
-    model, report = initial_model(recipe, classes)
-    assert torch.equal(model.head.weight[0], load(path).head.weight[2])
-    assert torch.equal(model.head.weight[1], fresh[1])
-    assert "head: 1 of 2 classes" in report
-    class_map.write_text("bright: 7\n")
-    with pytest.raises(ValueError, match="unknown class of the checkpoint"):
-        initial_model(recipe, classes)
-    class_map.write_text("brigt: bright\n")
-    with pytest.raises(ValueError, match="did you mean 'bright'"):
-        initial_model(recipe, classes)
-
-
-def test_tables_are_resized_to_another_image_size(trained: Path, images: Path, tmp_path: Path) -> None:
-    source = VisionLongformer(
-        resolve(ClassificationRecipe, "quickstart", **settings(images)).model_config(3), img_size=(40, 40)
-    )
-    path = save(source, tmp_path / "other.safetensors")
-    recipe = resolve(ClassificationRecipe, "quickstart", **settings(images, init=str(path)))
-    assert "resized" in initial_model(recipe, CLASSES)[1]
-
-
-def test_a_checkpoint_of_another_model_is_refused(images: Path, tmp_path: Path) -> None:
-    config = resolve(ClassificationRecipe, "quickstart", **settings(images)).model_config(3)
-    path = save(VisionLongformer(config, stages=config.stages[:1]), tmp_path / "other.safetensors")
-    recipe = resolve(ClassificationRecipe, "quickstart", **settings(images, init=str(path)))
-    with pytest.raises(CheckpointError, match=r"last stage has|weights are of another model"):
-        initial_model(recipe, CLASSES)
 
 
 # Other processes

@@ -1,0 +1,95 @@
+"""Two exported files of one classifier compared: in turn, on the same images."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import IMAGE_CLASSES, grey_arrays, write_npz
+from torch import Tensor
+
+from vision_longformer.classification import export
+from vision_longformer.classification.export import ExportedClassifier, compare_exports
+from vision_longformer.classification.preprocessing import Preprocessing
+from vision_longformer.export import ExportedModel
+
+PREPARE = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, 1.0, "bicubic", IMAGE_CLASSES)
+
+
+class _Files:
+    """Stand-ins for exported files, by name: what they predict of images of grey values, and the calls in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def load(self, path: Path) -> ExportedClassifier:
+        def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+            (images,) = inputs
+            self.calls.append((path.name, len(images)))
+            values = (images[:, 0, 0, 0] * 127.5 + 127.5).round().long()
+            right = values % 3
+            predicted = torch.where(values < 2, (right + 1) % 3, right) if path.name == "worse" else right
+            return (torch.eye(3)[predicted],)
+
+        return ExportedClassifier(ExportedModel(run, {}), PREPARE, named=True)
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Files:
+    for name, length in (("good", 30), ("worse", 20)):
+        (tmp_path / name).write_bytes(bytes(length))
+    files = _Files()
+    monkeypatch.setattr(export, "load_exported_classifier", files.load)
+    return files
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    arrays: dict[str, Any] = {"test_x": grey_arrays(14, 3), "test_y": np.arange(14) % 3}
+    return str(write_npz(tmp_path / "grey.npz", **arrays, classes=np.array(IMAGE_CLASSES)))
+
+
+def test_each_file_is_first_on_every_other_batch(files: _Files, data: str, tmp_path: Path) -> None:
+    """Fourteen images in batches of four: a warm-up of each, then four batches, the last of two images."""
+    progress: list[tuple[int, int]] = []
+    compare_exports(
+        tmp_path / "good",
+        tmp_path / "worse",
+        data,
+        batch_size=4,
+        workers=0,
+        progress=lambda *done: progress.append(done),
+    )
+    warm_up, timed = files.calls[:2], files.calls[2:]
+    assert warm_up == [("good", 4), ("worse", 4)]
+    assert timed == [
+        *[("good", 4), ("worse", 4)],
+        *[("worse", 4), ("good", 4)],
+        *[("good", 4), ("worse", 4)],
+        *[("worse", 2), ("good", 2)],
+    ]
+    assert progress == [(4, 14), (8, 14), (12, 14), (14, 14)]
+
+
+def test_what_is_compared(files: _Files, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second file is wrong about two of fourteen images. Batches of 8 and 6 take 1 s each by a clock of seconds."""
+    clock = itertools.count()
+    monkeypatch.setattr(export, "perf_counter", lambda: float(next(clock)))
+    comparison = compare_exports(tmp_path / "good", tmp_path / "worse", data, batch_size=8, workers=0)
+    good, worse = comparison.before, comparison.after
+    assert comparison.changed == 2
+    assert (good.path, good.bytes, worse.path, worse.bytes) == (tmp_path / "good", 30, tmp_path / "worse", 20)
+    assert (good.result.samples, good.result.top1, worse.result.top1) == (14, 100, pytest.approx(100 * 12 / 14))
+    assert good.seconds == worse.seconds == pytest.approx((1 / 8 + 1 / 6) / 2)
+    assert worse.result.loss > good.result.loss
+
+
+def test_bad_settings(files: _Files, data: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        compare_exports(tmp_path / "good", tmp_path / "worse", data, batch_size=0)
+    with pytest.raises(FileNotFoundError, match="there is no data nowhere"):
+        compare_exports(tmp_path / "good", tmp_path / "worse", "nowhere")

@@ -1,0 +1,51 @@
+"""What a recipe would take, as 'vil train --dry-run' prints it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import write_npz
+from classification_builders import IN_MEMORY, image_recipe
+
+from vision_longformer import VisionLongformer
+from vision_longformer.classification.estimate import estimate
+from vision_longformer.cli.main import main
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """50 images of three classes."""
+    pixels = np.zeros((50, 16, 16, 3), np.uint8)
+    return write_npz(tmp_path / "images.npz", train_x=pixels, train_y=np.arange(50) % 3)
+
+
+def test_counts(images: Path) -> None:
+    """50 images in batches of 8 are six steps an epoch; weights, gradients, two moments and an average are five."""
+    recipe = image_recipe(images, batch_size=8, accumulate=2, epochs=5, ema=0.9, lr=0.1, warmup=1, **IN_MEMORY)
+    plan = estimate(recipe)
+    assert plan.data == "48 images of 3 classes"
+    assert (plan.steps, plan.images) == (30, 4)
+    parameters = sum(parameter.numel() for parameter in VisionLongformer(recipe.model_config(3)).parameters())
+    assert plan.fixed_bytes == 5 * 4 * parameters
+    assert plan.seconds == pytest.approx(30 * 8 * plan.seconds_per_image)
+    assert plan.bytes == plan.fixed_bytes + 4 * plan.image_bytes
+    assert [epoch for epoch, _ in plan.rates] == pytest.approx([0, 1, 7 / 6, 15 / 6, 22 / 6, 29 / 6])
+    assert max(rate for _, rate in plan.rates) == pytest.approx(0.1)
+
+
+def test_a_dry_run_says_what_it_would_take(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "quickstart", "--data", str(images), "--batch_size", "8", "--epochs", "5", "--dry-run"])
+    output = capsys.readouterr().out
+    assert "epochs: 5" in output
+    assert "48 images of 3 classes" in output
+    assert "30" in output  # optimiser steps
+    assert "whole training on this machine" in output
+    main(["train", "cifar10", "--data", "nowhere", "--dry-run"])
+    assert "1,281,167 images of 1,000 classes (assumed: the data are not here)" in capsys.readouterr().out
+
+
+def test_settings_that_cannot_train_are_refused(images: Path) -> None:
+    with pytest.raises(ValueError, match="in_memory changes no colours"):
+        estimate(image_recipe(images, **{**IN_MEMORY, "color_jitter": 0.4}))

@@ -1,0 +1,60 @@
+"""Which samples come when: permutations, repeats, and how processes and micro-batches share a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vision_longformer.data.order import Batching, Process, epoch_order
+
+
+def test_order_is_a_permutation_that_changes_with_seed_and_epoch() -> None:
+    orders = [epoch_order(100, seed, epoch, 10) for seed in (0, 1) for epoch in (0, 1)]
+    assert all(torch.equal(order.sort().values, torch.arange(100)) for order in orders)
+    assert len({tuple(order.tolist()) for order in orders}) == 4
+    assert torch.equal(orders[0], epoch_order(100, 0, 0, 25))
+
+
+def test_order_of_every_earlier_run() -> None:
+    """PyTorch's permutation by the seed of epoch 3: BLAKE2b of ``(0, 'order', 3)``, see test_randomness."""
+    seed = int.from_bytes(bytes.fromhex("0ab773f00dadd2e4"), "little") >> 1
+    expected = torch.randperm(10, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(epoch_order(10, 0, 3, 5), expected)
+
+
+@pytest.mark.parametrize(("samples", "batch_size", "repeats"), [(24, 12, 3), (25, 8, 3), (10, 4, 2)])
+def test_repeats(samples: int, batch_size: int, repeats: int) -> None:
+    """An image is shown ``repeats`` times in one global batch or two, and each of as many processes has one copy."""
+    order = epoch_order(samples, 0, 0, batch_size, repeats)
+    assert len(order) == samples
+    counts = order.bincount(minlength=samples).sort(descending=True).values.tolist()
+    assert counts[: samples // repeats] == [repeats] * (samples // repeats)
+    assert sum(count > 0 for count in counts) == -(-samples // repeats)
+    share = batch_size // repeats
+    for whole in order[: samples // batch_size * batch_size].split(batch_size):
+        assert all(len(part.unique()) == len(part) for part in whole.split(share))
+
+
+def test_copies_are_dealt_over_the_batch() -> None:
+    """The first images of the permutation, each twice: a batch of four is a b a b, and two processes see both."""
+    plain = epoch_order(8, 0, 0, 4).tolist()
+    a, b, c, d = plain[:4]
+    assert epoch_order(8, 0, 0, 4, repeats=2).tolist() == [a, b, a, b, c, d, c, d]
+
+
+def test_processes_take_consecutive_parts_and_cut_them_into_micro_batches() -> None:
+    """Batches of 12 over two processes in three parts each: micro-batches of two."""
+    first, second = (Batching(12, 3, Process(rank, 2)) for rank in (0, 1))
+    assert first.micro_batch_size == 2
+    assert [first.positions(index) for index in range(4)] == [range(0, 2), range(2, 4), range(4, 6), range(12, 14)]
+    assert [second.positions(index) for index in range(4)] == [range(6, 8), range(8, 10), range(10, 12), range(18, 20)]
+    assert [first.micro_batches(samples) for samples in (12, 23, 24)] == [3, 3, 6]
+
+
+def test_batches_that_cannot_be_divided() -> None:
+    with pytest.raises(ValueError, match=r"batch_size is 4; it must be divisible by 3 \(processes: 3, accumulate: 1\)"):
+        Batching(4, 1, Process(0, 3))
+    with pytest.raises(ValueError, match=r"batch_size is 4; it must be divisible by 6 \(processes: 2, accumulate: 3\)"):
+        Batching(4, 3, Process(0, 2))
+    with pytest.raises(ValueError, match="batch_size is 16, but there are only 12 images to train on"):
+        Batching(16, 1, Process()).micro_batches(12)
