@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from vision_longformer import load_release
 from vision_longformer.cli.detect.convert import detect_convert
-from vision_longformer.detection.checkpoint import load_named
 from vision_longformer.detection.config import DetectorConfig
+from vision_longformer.detection.export import open_detector
 from vision_longformer.detection.release import load_release_detector
 from vision_longformer.errors import CheckpointError
 
@@ -28,15 +28,15 @@ CLASSES, CHANNELS, WIDTH, DIMS = 4, 8, 12, (48, 96, 192, 384)
 OPTIONS = {"channels": CHANNELS, "box_width": WIDTH, "mask_channels": CHANNELS, "mask_layers": 2}
 
 
-def _layers(kind: str) -> dict[str, tuple[int, ...]]:
+def _layers(detector: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights beside the backbone, under the names of the release."""
-    first = 2 if kind == "mask_rcnn" else 3
+    first = 2 if detector == "mask_rcnn" else 3
     square = (CHANNELS, CHANNELS, 3, 3)
     shapes: dict[str, tuple[int, ...]] = {}
     for level in range(first, 6):
         shapes[f"backbone.fpn_lateral{level}"] = (CHANNELS, DIMS[level - 2], 1, 1)
         shapes[f"backbone.fpn_output{level}"] = square
-    if kind == "mask_rcnn":
+    if detector == "mask_rcnn":
         shapes |= {
             "proposal_generator.rpn_head.conv": square,
             "proposal_generator.rpn_head.objectness_logits": (3, CHANNELS, 1, 1),
@@ -57,7 +57,7 @@ def _layers(kind: str) -> dict[str, tuple[int, ...]]:
     return shapes | {"backbone.top_block.p6": (CHANNELS, DIMS[-1], 3, 3), "backbone.top_block.p7": square}
 
 
-def _state(kind: str) -> dict[str, Tensor]:
+def _state(detector: str) -> dict[str, Tensor]:
     """Random weights of a whole released detector, with its constants and its unused classifier."""
     generator = torch.Generator().manual_seed(5)
 
@@ -69,14 +69,14 @@ def _state(kind: str) -> dict[str, Tensor]:
         for name, shape in ENTRY["keys"].items()
     }
     state = {f"backbone.bottom_up.{name}": backbone[ENTRY["shared"].get(name, name)] for name in backbone}
-    for name, shape in _layers(kind).items():
+    for name, shape in _layers(detector).items():
         outputs = shape[1] if name.endswith("deconv") else shape[0]
         state |= {f"{name}.weight": drawn(shape), f"{name}.bias": drawn((outputs,))}
     return state | {"pixel_mean": torch.zeros(3), "anchor_generator.cell_anchors.0": torch.zeros(3, 4)}
 
 
-def _config(kind: str, **options: Any) -> DetectorConfig:
-    return DetectorConfig(kind, "vision_longformer_tiny", CLASSES).override(**{**OPTIONS, **options})
+def _config(detector: str, **options: Any) -> DetectorConfig:
+    return DetectorConfig(detector, "vision_longformer_tiny", CLASSES).override(**{**OPTIONS, **options})
 
 
 @pytest.fixture(scope="module", params=["mask_rcnn", "retinanet"])
@@ -94,9 +94,9 @@ def retina_pair() -> tuple[dict[str, Tensor], Any]:
     return _pair("retinanet")
 
 
-def _pair(kind: str) -> tuple[dict[str, Tensor], Any]:
-    state = _state(kind)
-    return state, load_release_detector({"model": state, "iteration": 7}, _config(kind))
+def _pair(detector: str) -> tuple[dict[str, Tensor], Any]:
+    state = _state(detector)
+    return state, load_release_detector({"model": state, "iteration": 7}, _config(detector))
 
 
 def _conv(state: dict[str, Tensor], name: str, image: Tensor, **options: Any) -> Tensor:
@@ -164,7 +164,7 @@ def test_masks_follow_their_classes(mask_pair: tuple[dict[str, Tensor], Any]) ->
     regions = hidden = torch.randn(3, CHANNELS, 14, 14)
     for layer in (1, 2):
         hidden = _conv(state, f"roi_heads.mask_head.mask_fcn{layer}", hidden).relu()
-    weight, bias = (state[f"roi_heads.mask_head.deconv.{kind}"] for kind in ("weight", "bias"))
+    weight, bias = (state[f"roi_heads.mask_head.deconv.{part}"] for part in ("weight", "bias"))
     up = F.conv_transpose2d(hidden, weight, bias, stride=2).relu()
     masks = model.roi_heads.mask_predictor(model.roi_heads.mask_head(regions))
     torch.testing.assert_close(masks[:, 1:], _conv(state, "roi_heads.mask_head.predictor", up))
@@ -227,7 +227,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     converted = tmp_path / "ours.safetensors"
     detect_convert(str(tmp_path / "released.pth"), str(converted), model="vision_longformer_tiny", detector="retinanet")
     assert "retinanet on vision_longformer_tiny, 16.2" in capsys.readouterr().out
-    detector = load_named(converted)
+    detector = open_detector(converted)
     assert torch.equal(detector.model.get_parameter("head.regression_head.bbox_reg.bias"), state["head.bbox_pred.bias"])
     named = {category.id: category.name for category in detector.categories}
     assert (len(named), named[1], named[90]) == (80, "person", "toothbrush")

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from vision_longformer.detection.dataset import DetectionLoader, Target, open_detection
+from vision_longformer.detection.dataset import TrainSet, open_detection
+from vision_longformer.detection.detections import Target
 from vision_longformer.detection.garments import (
     MARGIN,
     OPENWORK,
@@ -87,7 +88,7 @@ def test_splits_share_no_garment_and_no_pixel_of_a_photo() -> None:
 def test_new_images_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loader asks for images of a seed of their own, which are the same when an epoch is begun again."""
     monkeypatch.setattr("vision_longformer.detection.garments.TRAINING_IMAGES", 4)
-    loader = DetectionLoader(open_detection("garments:64", "train"), seed=0, batch_size=4)
+    loader = TrainSet(open_detection("garments:64", "train"), seed=0, batch_size=4)
     epochs = [next(loader.batches(epoch))[0] for epoch in (0, 1, 0)]
     totals = [sorted(float(image.sum()) for image in epoch) for epoch in epochs]
     assert totals[0] == totals[2]
@@ -141,8 +142,8 @@ def _block(height: int, width: int, label: int, colour: float = 1.0) -> Sprite:
 
 def test_later_objects_hide_earlier_ones() -> None:
     placed = [Placed(_block(10, 10, 1), 0, 0), Placed(_block(10, 10, 2), 5, 0), Placed(_block(4, 4, 3), -2, -2)]
-    kept, masks = visible(placed, 20, 20)
-    assert [one.sprite.label for one in kept] == [1, 2, 3]
+    remaining, masks = visible(placed, 20, 20)
+    assert [one.sprite.label for one in remaining] == [1, 2, 3]
     assert masks.sum((1, 2)).tolist() == [50 - 4, 100, 4]
     assert masks[2, :2, :2].all()
     assert masks[1, 5:15, :10].all()
@@ -151,13 +152,13 @@ def test_later_objects_hide_earlier_ones() -> None:
 def test_objects_hidden_beyond_four_fifths_are_left_out() -> None:
     """Those that they hid in turn are seen again."""
     bottom, middle = Placed(_block(10, 10, 1), 0, 0), Placed(_block(10, 10, 2), 2, 0)
-    kept, masks = visible([bottom, middle, Placed(_block(9, 10, 3), 4, 0)], 40, 40)
-    assert [one.sprite.label for one in kept] == [1, 2, 3]
-    kept, masks = visible([bottom, middle, Placed(_block(9, 10, 3), 3, 0)], 40, 40)
-    assert [one.sprite.label for one in kept] == [1, 3]
+    remaining, masks = visible([bottom, middle, Placed(_block(9, 10, 3), 4, 0)], 40, 40)
+    assert [one.sprite.label for one in remaining] == [1, 2, 3]
+    remaining, masks = visible([bottom, middle, Placed(_block(9, 10, 3), 3, 0)], 40, 40)
+    assert [one.sprite.label for one in remaining] == [1, 3]
     assert masks.sum((1, 2)).tolist() == [30, 90]
-    kept, _ = visible([Placed(_block(10, 10, 1), -9, 0)], 40, 40)
-    assert kept == []
+    remaining, _ = visible([Placed(_block(10, 10, 1), -9, 0)], 40, 40)
+    assert remaining == []
 
 
 def test_painted_where_the_masks_are() -> None:
@@ -165,9 +166,9 @@ def test_painted_where_the_masks_are() -> None:
     sprite = random_sprite(cutouts(True), np.random.default_rng(1), 4)
     white = Sprite(np.ones_like(sprite.colour), sprite.opacity, sprite.label)
     (one,) = placed = place([white], 200, 200, np.random.default_rng(2))
-    kept, masks = visible(placed, 200, 200)
-    assert kept == [one]
-    painted = paint(np.full((200, 200, 3), 100, np.uint8), kept)
+    remaining, masks = visible(placed, 200, 200)
+    assert remaining == [one]
+    painted = paint(np.full((200, 200, 3), 100, np.uint8), remaining)
     assert painted[masks[0]].min() > 150
     assert painted[~masks[0]].max() < 190
     far = np.ones((200, 200), bool)

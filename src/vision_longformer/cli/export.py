@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .output import parse_size, print_line, print_table, progress_bar, size_text
 
 if TYPE_CHECKING:
-    from ..export import Exported
+    from ..export import ExportedFile
 
 
 def export(
@@ -46,7 +46,7 @@ def export(
     _print_differences(exported)
 
 
-def _export(checkpoint: str, path: Path, dynamic: bool, backbone: bool, **options: Any) -> Exported:
+def _export(checkpoint: str, path: Path, dynamic: bool, backbone: bool, **options: Any) -> ExportedFile:
     """Read what the checkpoint holds, and export it."""
     from ..checkpoint.native import DETECTOR, describe
     from ..classification.export import export_checkpoint
@@ -61,20 +61,17 @@ def _export(checkpoint: str, path: Path, dynamic: bool, backbone: bool, **option
     return export_checkpoint(checkpoint, path, dynamic=dynamic, backbone=backbone, **options)
 
 
-def _export_detector(checkpoint: str, path: Path, dynamic: bool, backbone: bool, **options: Any) -> Exported:
-    from ..detection.checkpoint import load_named
-    from ..detection.export import export_detector
+def _export_detector(checkpoint: str, path: Path, dynamic: bool, backbone: bool, **options: Any) -> ExportedFile:
+    from ..detection.export import export_checkpoint
 
     if dynamic:
         raise ValueError(f"{checkpoint} is a detector, which is exported for one size; give --size HEIGHTxWIDTH")
     if backbone:
         raise ValueError(f"{checkpoint} is a detector, which is exported whole; leave out --backbone")
-    detector = load_named(checkpoint)
-    categories = [category._asdict() for category in detector.categories]
-    return export_detector(detector.model, path, info={"categories": categories, "named": detector.named}, **options)
+    return export_checkpoint(checkpoint, path, **options)
 
 
-def _print_differences(exported: Exported) -> None:
+def _print_differences(exported: ExportedFile) -> None:
     rows = [
         (size_text((one.shape[-2], one.shape[-1])), f"{one.difference:.1e}", f"{one.largest:.3g}")
         for one in exported.differences

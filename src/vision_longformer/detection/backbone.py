@@ -1,10 +1,9 @@
-"""Batches of images of unlike sizes, without padding that anything would attend to.
+"""From images of unlike sizes to the maps of a feature pyramid, on our backbones or timm's, without padding that
+anything would attend to.
 
-torchvision pads the images of a batch to one size. Attention reaches into that padding, and the result of an image
-would depend on the other images of its batch. Here the padded batch is never made: the backbone gets the images
-themselves and brings only its maps to a common size.
-
-From images to the maps of a feature pyramid, on our backbones or timm's.
+torchvision pads the images of a batch to one size. Attention would reach into that padding, and the result of an image
+would depend on the other images of its batch. Here the backbone gets the images themselves, and only its maps are
+brought to a common size.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import timm
 import torch
+from timm.layers.format import Format
 from timm.models._features import FeatureInfo
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,10 +28,10 @@ from torchvision.ops.feature_pyramid_network import (
 )
 
 from ..models import VisionLongformer
-from .config import DetectorConfig, backbone_config
+from .config import DetectorConfig
 
 
-class UnlikeImages(NamedTuple):
+class ImageBatch(NamedTuple):
     """Images (3, h, w) of several sizes, in place of the padded batch of ``shape`` (B, 3, H, W).
 
     Each h and w is a multiple of the backbone's stride, H and W are the largest.
@@ -42,29 +42,19 @@ class UnlikeImages(NamedTuple):
 
     def padded(self) -> Tensor:
         """The padded batch after all."""
-        return torch.stack([pad_to(image, self.shape[2:]) for image in self.images])
+        return torch.stack([_pad(image, self.shape[2:]) for image in self.images])
 
 
 class ImageTransform(GeneralizedRCNNTransform):
     """torchvision's resizing and normalising, without its batching."""
 
-    def batch_images(self, images: list[Tensor], size_divisible: int = 32) -> UnlikeImages:
-        images = [pad_to(image, _multiples(image.shape[1:], size_divisible)) for image in images]
+    def batch_images(self, images: list[Tensor], size_divisible: int = 32) -> ImageBatch:
+        images = [_pad(image, _next_multiples(image.shape[1:], size_divisible)) for image in images]
         height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
-        return UnlikeImages(images, (len(images), images[0].shape[0], height, width))
+        return ImageBatch(images, (len(images), images[0].shape[0], height, width))
 
 
-def _multiples(size: Iterable[int], of: int) -> list[int]:
-    return [-(-side // of) * of for side in size]
-
-
-def pad_to(image: Tensor, size: Iterable[int]) -> Tensor:
-    """Zeros below and to the right of a map (…, h, w) up to ``size``."""
-    height, width = size
-    return F.pad(image, (0, width - image.shape[-1], 0, height - image.shape[-2]))
-
-
-def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
+def group_by(keys: Iterable[Hashable]) -> list[list[int]]:
     """The positions of equal keys, in order of their first appearance."""
     groups: dict[Hashable, list[int]] = {}
     for position, key in enumerate(keys):
@@ -72,10 +62,20 @@ def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
     return list(groups.values())
 
 
-class PyramidBackbone(nn.Module):
-    """Maps of the stages of ``body``, as the stages leave them, through a feature pyramid.
+def _next_multiples(size: Iterable[int], of: int) -> list[int]:
+    return [-(-side // of) * of for side in size]
 
-    Above the last stage there are P6, taken from P5 in Mask R-CNN, or P6 and P7, convolutions of the last stage's map,
+
+def _pad(image: Tensor, size: Iterable[int]) -> Tensor:
+    """Zeros below and to the right of a map (…, h, w) up to ``size``."""
+    height, width = size
+    return F.pad(image, (0, width - image.shape[-1], 0, height - image.shape[-2]))
+
+
+class PyramidBackbone(nn.Module):
+    """The maps that the stages of ``body`` leave, through a feature pyramid.
+
+    Above the last stage there are P6, pooled from P5 in Mask R-CNN, or P6 and P7, convolutions of the last stage's map,
     in RetinaNet. ``strides`` are those of all maps that come out.
 
     Images of unlike sizes go through the body size by size, so that none sees padding; only the maps are padded, with
@@ -90,36 +90,31 @@ class PyramidBackbone(nn.Module):
         extra: ExtraFPNBlock = LastLevelMaxPool()
         self.strides = [*strides, 2 * strides[-1]]
         if config.kind == "retinanet":
-            extra = _from_last_map(LastLevelP6P7(dims[-1], config.channels))
+            extra = LastLevelP6P7(dims[-1], config.channels)
+            extra.use_P5 = False  # torchvision would start P6 from P5 if channels allow it, not from the stage's map
             self.strides.append(4 * strides[-1])
         self.fpn = FeaturePyramidNetwork(dims, config.channels, extra)
         self.level_names = [str(level) for level in range(len(dims))]
         self.needs_whole_batch = any(isinstance(module, _BatchNorm) for module in self.body.modules())
 
-    def forward(self, batch: UnlikeImages) -> dict[str, Tensor]:
+    def forward(self, batch: ImageBatch) -> dict[str, Tensor]:
         """The pyramid's maps by name, each (B, channels, H / stride, W / stride)."""
         whole = self.training and self.needs_whole_batch
-        maps = self.body(batch.padded()) if whole else self._by_size(batch)
+        maps = self.body(batch.padded()) if whole else self._size_by_size(batch)
         return self.fpn(OrderedDict(zip(self.level_names, maps, strict=True)))
 
-    def _by_size(self, batch: UnlikeImages) -> list[Tensor]:
+    def _size_by_size(self, batch: ImageBatch) -> list[Tensor]:
         """The body's maps, computed for the images of each size together and padded to the batch's size."""
-        groups = grouped(tuple(image.shape) for image in batch.images)
+        groups = group_by(tuple(image.shape) for image in batch.images)
         if len(groups) == 1:
             return self.body(torch.stack(batch.images))
         sizes = [[-(-side // stride) for side in batch.shape[2:]] for stride in self.strides]
         parts = []
         for group in groups:
             maps = self.body(torch.stack([batch.images[position] for position in group]))
-            parts.append([pad_to(one, size) for one, size in zip(maps, sizes, strict=False)])
+            parts.append([_pad(one, size) for one, size in zip(maps, sizes, strict=False)])
         order = torch.tensor([position for group in groups for position in group]).argsort()
         return [torch.cat(level)[order.to(level[0].device)] for level in zip(*parts, strict=True)]
-
-
-def _from_last_map(levels: LastLevelP6P7) -> LastLevelP6P7:
-    """torchvision starts P6 from P5 where their channels allow it; the paper's starts from the stage's map."""
-    levels.use_P5 = False
-    return levels
 
 
 class StageMaps(nn.Module):
@@ -143,6 +138,7 @@ class TimmMaps(nn.Module):
         self.model = timm.create_model(config.backbone, features_only=True, **_timm_options(config))
         info = cast(FeatureInfo, self.model.feature_info)
         self.reductions, self.channels = info.reduction(), info.channels()
+        self.channels_last = self.model.output_fmt == Format.NHWC
         wanted = [4 * 2 ** (stage - 1) for stage in config.stages]
         missing = [stride for stride in wanted if stride not in self.reductions]
         if missing:
@@ -153,25 +149,21 @@ class TimmMaps(nn.Module):
 
     def forward(self, images: Tensor) -> list[Tensor]:
         maps = self.model(images)
-        return [_channels_first(maps[index], self.channels[index]) for index in self.indices]
-
-
-def _timm_options(config: DetectorConfig) -> dict[str, Any]:
-    """Swin checks the image size unless told not to."""
-    free_size = {"strict_img_size": False} if config.backbone.startswith(("swin_", "swinv2_")) else {}
-    return {**free_size, **config.backbone_options}
-
-
-def _channels_first(image: Tensor, channels: int) -> Tensor:
-    return image if image.shape[1] == channels else image.permute(0, 3, 1, 2)
+        return [maps[index].permute(0, 3, 1, 2) if self.channels_last else maps[index] for index in self.indices]
 
 
 def _build_body(config: DetectorConfig) -> tuple[nn.Module, list[int], list[int]]:
     """The backbone proper, and channels and strides of its maps."""
-    model_config = backbone_config(config)
+    model_config = config.backbone_config
     if model_config is None:
         body = TimmMaps(config)
         return body, [body.channels[i] for i in body.indices], [body.reductions[i] for i in body.indices]
     model = VisionLongformer(model_config)
     info = [model.feature_info[stage - 1] for stage in config.stages]
     return StageMaps(model, config.stages), [one["num_chs"] for one in info], [one["reduction"] for one in info]
+
+
+def _timm_options(config: DetectorConfig) -> dict[str, Any]:
+    """Swin checks the image size unless told not to."""
+    free_size = {"strict_img_size": False} if config.backbone.startswith(("swin_", "swinv2_")) else {}
+    return {**free_size, **config.backbone_options}

@@ -1,7 +1,4 @@
-"""Detectors in files: weights and configuration in one; and classifiers' weights into their backbones.
-
-A detector as it is used after training: a checkpoint's model with the names of what it finds.
-"""
+"""Detectors in files: weights, configuration and categories in one; and the weights of classifiers in backbones."""
 
 from __future__ import annotations
 
@@ -11,24 +8,22 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..checkpoint import AdaptReport, load
+from ..checkpoint import load
 from ..checkpoint.native import DETECTOR, read, read_info, write
 from ..errors import CheckpointError
-from ..export.runtime import is_exported
 from ..models import VisionLongformer
-from ..models.adapt import adapt_state
+from ..models.adapt import AdaptReport, adapt_state
 from ..models.config import PAPER_TABLE_RESIZE
 from .backbone import StageMaps
 from .config import DetectorConfig
-from .dataset import Category
+from .detections import Category
 from .detectors import build_detector
-from .export import load_exported_detector
 
 
 def save_detector(
     model: nn.Module, path: str | Path, *, info: Mapping[str, Any] | None = None, overwrite: bool = False
 ) -> Path:
-    """Write a detector to ``path`` (``.safetensors``); ``info`` is JSON data such as names of classes."""
+    """Write a detector to ``path`` (``.safetensors``); ``info`` is JSON data such as names of categories."""
     config = _config(model).to_dict()
     config["backbone_options"].pop("pretrained", None)  # its weights are in the file
     return write(path, model.state_dict(), format=DETECTOR, config=config, info=info, overwrite=overwrite)
@@ -54,12 +49,39 @@ def load_detector_info(path: str | Path) -> dict[str, Any]:
     return read_info(path, DETECTOR)
 
 
+class Detector(NamedTuple):
+    """A detector and the categories of its labels.
+
+    ``named`` says whether its file names them; otherwise they are called by their numbers.
+    """
+
+    model: nn.Module
+    config: DetectorConfig
+    categories: tuple[Category, ...]
+    named: bool
+
+    @classmethod
+    def from_stored(cls, model: nn.Module, stored: Any, path: str | Path) -> Detector:
+        """With the categories that the file at ``path`` states as ``id`` and ``name`` each; None if it states none."""
+        config = _config(model)
+        count = config.num_classes
+        if stored is None:
+            return cls(model, config, tuple(Category(number, str(number)) for number in range(1, count + 1)), False)
+        try:
+            categories = tuple(Category(int(category["id"]), str(category["name"])) for category in stored)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} names categories without id and name: {stored}") from error
+        if len(categories) != count:
+            raise CheckpointError(f"{path} names {len(categories)} categories, but its detector has {count}")
+        return cls(model, config, categories, True)
+
+
 def load_backbone(model: nn.Module, path: str | Path, table_resize: str = PAPER_TABLE_RESIZE) -> AdaptReport:
     """Put the weights of a classifier's file into a detector's backbone, and say what was resized.
 
     Full-attention stages become Longformer stages; relative-position tables change size by ``"bilinear"``, as in the
     paper, or by ``"offset"``; absolute embeddings are resized to the backbone's map. The classifier's norm and head
-    have no place in a detector.
+    are not used in a detector.
     """
     backbone = detector_backbone(model)
     source = load(path)
@@ -84,35 +106,3 @@ def _config(model: nn.Module) -> DetectorConfig:
     if not isinstance(config, DetectorConfig):
         raise ValueError(f"a {type(model).__name__} is no detector of build_detector")
     return config
-
-
-class Detector(NamedTuple):
-    """``named`` says whether the checkpoint knows its categories; otherwise they are called by their numbers."""
-
-    model: nn.Module
-    config: DetectorConfig
-    categories: tuple[Category, ...]
-    named: bool
-
-
-def load_named(checkpoint: str | Path) -> Detector:
-    """The detector of a checkpoint, or of a file exported from one, in evaluation mode."""
-    model: nn.Module
-    if is_exported(checkpoint):
-        model = load_exported_detector(checkpoint)
-        stored = model.metadata.get("categories") if model.metadata.get("named", True) else None
-    else:
-        model = load_detector(checkpoint)
-        stored = load_detector_info(checkpoint).get("categories")
-    config = model.config
-    assert isinstance(config, DetectorConfig)
-    count = config.num_classes
-    if stored is None:
-        return Detector(model, config, tuple(Category(number, str(number)) for number in range(1, count + 1)), False)
-    try:
-        categories = tuple(Category(int(category["id"]), str(category["name"])) for category in stored)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint} names categories without id and name: {stored}") from error
-    if len(categories) != count:
-        raise CheckpointError(f"{checkpoint} names {len(categories)} categories, but its detector tells {count} apart")
-    return Detector(model, config, categories, True)

@@ -1,10 +1,6 @@
-"""Where a data set in COCO's form keeps its annotations and images.
+"""Data sets in COCO's format: a JSON file of annotations and a folder of images, wherever they usually are.
 
-What can be wrong with annotations in COCO's form, as far as it shows without opening an image.
-
-Data sets in COCO's form: a JSON file of annotations, and a folder of images.
-
-Everything that is wrong with a data set in COCO's form, its image files included.
+Everything that can be wrong with them is named by image and annotation, before training or by ``vil detect check``.
 """
 
 from __future__ import annotations
@@ -27,7 +23,12 @@ from torch import Tensor
 from ..data.images import decode_image
 from ..data.loading import DataError, Progress
 from ..data.sources import check_undivided, split_names
-from .dataset import Category, Target
+from .detections import Category, Target
+
+logger = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+"""An image, an annotation or a category as the file states it, or the whole file."""
 
 YEARS = ("2017", "2014")
 """What follows the names of splits in COCO's own releases."""
@@ -35,20 +36,174 @@ YEARS = ("2017", "2014")
 SPLITS = ("train", "validation")
 UNDIVIDED = "annotations.json"
 
+TOLERANCE = 1.0
+"""Pixels by which a box or an outline may leave its image; COCO's own do by rounding, and are cut."""
+
+SIDEWAYS = (5, 6, 7, 8)
+"""Values of EXIF's orientation that swap width and height."""
+
+
+class CocoData:
+    """:class:`~.dataset.DetectionData` from ``data``; labels follow the order of the categories' ids.
+
+    Bad annotations are refused on opening; ``skip_bad`` skips them, ``problems`` says which. An image's annotations are
+    stored as bytes: worker processes share those, but would each copy a million small objects on reading them.
+    """
+
+    def __init__(self, data: Path, split: str, *, masks: bool = True, skip_bad: bool = False) -> None:
+        files = open_coco(data, split)
+        inspection = inspect_coco(files.content, masks=masks)
+        self.problems = inspection.problems
+        if self.problems and not skip_bad:
+            raise ValueError(f"{files.annotations}: {_summary(self.problems)}")
+        if self.problems:
+            logger.warning("%s: skipped: %s", files.annotations, _summary(self.problems))
+        if not inspection.annotations:
+            raise ValueError(f"{files.annotations} has no valid annotations")
+        self.categories = tuple(Category(*pair) for pair in sorted(named_categories(files.content).items()))
+        self.has_masks = masks and bool(inspection.annotations[0].get("segmentation"))
+        self._labels = {category.id: label for label, category in enumerate(self.categories, 1)}
+        of_image = defaultdict(list)
+        for annotation in inspection.annotations:
+            of_image[annotation["image_id"]].append(annotation)
+        self._with_objects = [
+            index for index, image_id in enumerate(inspection.images) if not all(map(_is_crowd, of_image[image_id]))
+        ]
+        self._records = [pickle.dumps((image, of_image[image_id])) for image_id, image in inspection.images.items()]
+        self._files = files._replace(content={})
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def with_objects(self) -> Sequence[int]:
+        return self._with_objects
+
+    def read(self, index: int, seed: int | None = None) -> tuple[Image.Image, Target]:
+        record, annotations = pickle.loads(self._records[index])
+        path = self._files.image(record)
+        where = f"image {record['id']} of {self._files.annotations}"
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}, which is {where}")
+        image = decode_image(path)
+        if image.size != (record["width"], record["height"]):
+            raise DataError(
+                f"{path} is {image.width}×{image.height}, but {where} is {record['width']}×{record['height']}"
+            )
+        return image, self._target(record, annotations)
+
+    def _target(self, image: Record, annotations: list[Record]) -> Target:
+        width, height = image["width"], image["height"]
+        boxes = torch.tensor([one["bbox"] for one in annotations], dtype=torch.float32).view(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        limits = torch.tensor([width, height, width, height])
+        areas = [one.get("area", one["bbox"][2] * one["bbox"][3]) for one in annotations]
+        masks = None
+        if self.has_masks:
+            masks = torch.zeros(len(annotations), height, width, dtype=torch.bool)
+            for mask, one in zip(masks, annotations, strict=True):
+                mask.copy_(_decode_mask(one["segmentation"], height, width))
+        return Target(
+            image_id=image["id"],
+            boxes=boxes.clamp(min=0).minimum(limits),
+            labels=torch.tensor([self._labels[one["category_id"]] for one in annotations], dtype=torch.int64),
+            masks=masks,
+            crowd=torch.tensor([_is_crowd(one) for one in annotations], dtype=torch.bool),
+            area=torch.tensor(areas, dtype=torch.float32),
+        )
+
+
+def _decode_mask(segmentation: Any, height: int, width: int) -> Tensor:
+    """(height, width) bool, from polygons or from run lengths as a list or as a string."""
+    compressed = isinstance(segmentation, dict) and isinstance(segmentation["counts"], str)
+    encoded = segmentation if compressed else rle.frPyObjects(segmentation, height, width)
+    pixels = rle.decode(rle.merge(encoded) if isinstance(encoded, list) else encoded)
+    return torch.from_numpy(np.ascontiguousarray(pixels)).bool()
+
+
+def _is_crowd(annotation: Record) -> bool:
+    return bool(annotation.get("iscrowd", 0))
+
+
+def _summary(problems: list[Problem]) -> str:
+    """The first of the problems, and how to learn about the others."""
+    others = f" (and {len(problems) - 1} more problems: see 'vil detect check')" if len(problems) > 1 else ""
+    return f"{problems[0]}{others}"
+
+
+# All that is wrong, image files included
+
+
+class CheckReport(NamedTuple):
+    """An annotation file, how many images and objects it states, and what is wrong."""
+
+    annotations: Path
+    images: int
+    objects: int
+    problems: list[Problem]
+
+
+def check_coco(data: str | Path, split: str | None = None, progress: Progress | None = None) -> list[CheckReport]:
+    """Check a split, or all that there are; ``progress`` is called with the images of each that are done."""
+    data = Path(data)
+    if not data.exists():
+        raise FileNotFoundError(f"there is no data {data}; give a folder or a .json file in COCO's format")
+    reports = []
+    for name in [split] if split else _annotated_splits(data):
+        files = open_coco(data, name)
+        inspection = inspect_coco(files.content)
+        problems = [*inspection.problems, *_file_problems(files, inspection.images.values(), progress)]
+        counts = len(files.content["images"]), len(files.content["annotations"])
+        reports.append(CheckReport(files.annotations, *counts, problems))
+    return reports
+
+
+def _annotated_splits(data: Path) -> tuple[str, ...]:
+    """The splits that have annotations of their own; undivided data is for training."""
+    return tuple(split for split in SPLITS if _split_file(data, split)) or SPLITS[:1]
+
+
+def _file_problems(files: CocoFiles, records: Collection[Record], progress: Progress | None) -> Iterator[Problem]:
+    """Images that are missing, or of another size than their boxes and masks were made for."""
+    for done, record in enumerate(records, 1):
+        if progress is not None:
+            progress(done, len(records))
+        path = files.image(record)
+        if not path.is_file():
+            yield Problem(record["id"], None, f"has no file: {path} is missing")
+            continue
+        try:
+            width, height = _upright_size(path)
+        except Exception as error:  # decoders of damaged files raise nearly anything
+            yield Problem(record["id"], None, f"cannot be read: {error}")
+            continue
+        if (width, height) != (record["width"], record["height"]):
+            stated = f"{record['width']}×{record['height']}"
+            yield Problem(record["id"], None, f"is stated to be {stated}, but {path} is {width}×{height}")
+
+
+def _upright_size(path: Path) -> tuple[int, int]:
+    """Width and height from a file's first bytes, turned as its EXIF data says."""
+    with Image.open(path) as image:
+        turned = image.getexif().get(ExifTags.Base.Orientation) in SIDEWAYS
+        return (image.height, image.width) if turned else image.size
+
+
+# Where annotations and images are
+
 
 class CocoFiles(NamedTuple):
     """An annotation file, its content, and the folder that its images' names are relative to."""
 
     annotations: Path
-    content: dict[str, Any]
+    content: Record
     images: Path
 
-    def image(self, record: dict[str, Any]) -> Path:
+    def image(self, record: Record) -> Path:
         return self.images / str(record["file_name"])
 
 
 def open_coco(data: Path, split: str) -> CocoFiles:
-    """The annotations of a split, wherever they usually are, and the folder in which its images are found.
+    """The annotations of a split, and the folder of its images.
 
     Annotations are ``annotations/instances_<split>.json``, ``<split>.json`` or ``<split>/annotations.json``; a file
     ``annotations.json``, or a .json file given as ``data``, has no splits, and is for training unless asked otherwise.
@@ -57,11 +212,6 @@ def open_coco(data: Path, split: str) -> CocoFiles:
     content = _content(annotations)
     folder = annotations.parent if data.is_file() else data
     return CocoFiles(annotations, content, _image_folder(folder, annotations, split, content["images"]))
-
-
-def found_splits(data: Path) -> tuple[str, ...]:
-    """The splits that have annotations of their own; undivided data is for training."""
-    return tuple(split for split in SPLITS if _split_file(data, split)) or SPLITS[:1]
 
 
 def _annotation_file(data: Path, split: str) -> Path:
@@ -88,7 +238,7 @@ def _split_file(data: Path, split: str) -> Path | None:
     return None
 
 
-def _image_folder(data: Path, annotations: Path, split: str, records: list[dict[str, Any]]) -> Path:
+def _image_folder(data: Path, annotations: Path, split: str, records: list[Record]) -> Path:
     """The first usual place that has one of the first images; should none have it, the first place that exists."""
     places = [data / name for name in _names(split)]
     places += [data / "images" / name for name in _names(split)]
@@ -103,7 +253,7 @@ def _names(split: str) -> Iterator[str]:
         yield from (f"{name}{year}" for year in YEARS)
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _content(path: Path) -> Record:
     """The file's JSON data, which has lists of images, annotations and categories."""
     try:
         with path.open("rb") as file:
@@ -113,14 +263,11 @@ def _content(path: Path) -> dict[str, Any]:
     for name in ("images", "annotations", "categories"):
         items = content.get(name) if isinstance(content, dict) else None
         if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-            raise ValueError(f"{path} is not in COCO's form: there is no list of {name} in it")
+            raise ValueError(f"{path} is not in COCO's format: there is no list of {name} in it")
     return content
 
 
-TOLERANCE = 1.0
-"""Pixels by which a box or an outline may leave its image; COCO's own do by rounding, and are cut."""
-
-Record = dict[str, Any]
+# What is wrong with annotations, as far as it shows without opening an image
 
 
 class Problem(NamedTuple):
@@ -136,18 +283,18 @@ class Problem(NamedTuple):
         return f"{' of '.join(where)} {self.what}" if where else self.what
 
 
-class Findings(NamedTuple):
-    """What is wrong, and the images and annotations with which nothing is."""
+class Inspection(NamedTuple):
+    """What is wrong; and the valid images, by id, and valid annotations."""
 
     problems: list[Problem]
     images: dict[int, Record]
     annotations: list[Record]
 
 
-def inspect_coco(content: Record, *, masks: bool = True) -> Findings:
-    """Judge a file's content; segmentations only with ``masks``. One problem is named per image or annotation.
+def inspect_coco(content: Record, *, masks: bool = True) -> Inspection:
+    """Inspect a file's content; segmentations only with ``masks``. One problem is named per image or annotation.
 
-    Annotations of an image that is wrong itself are left out without a word.
+    Annotations of an image that is wrong itself are left out without a problem of their own.
     """
     problems = [Problem(None, None, what) for what in _set_problems(content)]
     images: dict[int, Record] = {}
@@ -158,7 +305,7 @@ def inspect_coco(content: Record, *, masks: bool = True) -> Findings:
             images[record["id"]] = record
     wrong = {record["id"] for record in content["images"] if _has_id(record)} - images.keys()
     rules = _AnnotationRules(content, images, masks)
-    good: list[Record] = []
+    valid: list[Record] = []
     for record in content["annotations"]:
         image = record.get("image_id")
         if isinstance(image, int) and image in wrong:
@@ -166,8 +313,8 @@ def inspect_coco(content: Record, *, masks: bool = True) -> Findings:
         if what := rules.problem(record):
             problems.append(Problem(image, record.get("id"), what))
         else:
-            good.append(record)
-    return Findings(problems, images, good)
+            valid.append(record)
+    return Inspection(problems, images, valid)
 
 
 def named_categories(content: Record) -> dict[int, str]:
@@ -177,7 +324,7 @@ def named_categories(content: Record) -> dict[int, str]:
 
 
 class _AnnotationRules:
-    """Judges annotations one after the other, and remembers their ids."""
+    """Inspects annotations one after the other, and remembers their ids."""
 
     def __init__(self, content: Record, images: Mapping[int, Record], masks: bool) -> None:
         self._images = images
@@ -198,6 +345,8 @@ class _AnnotationRules:
         if not isinstance(category, int) or category not in self._categories:
             return f"has category {category}, which the data set does not have"
         image = self._images[image_id]
+        if not _is_number(record.get("area", 0)):
+            return f"has the area {record['area']}; it should be a number of pixels"
         return _box_problem(record.get("bbox"), image) or (_mask_problem(record, image) if self._masks else None)
 
 
@@ -301,152 +450,3 @@ def _leaves(start: float, end: float, length: int) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and isfinite(value)
-
-
-logger = logging.getLogger(__name__)
-
-
-class CocoData:
-    """:class:`~.dataset.DetectionData` from ``data``; labels follow the order of the categories' ids.
-
-    Bad annotations are found on opening; ``skip_bad`` leaves them out, ``problems`` says which. An image's annotations
-    are kept as bytes: worker processes share those, but would each copy a million small objects on reading them.
-    """
-
-    def __init__(self, data: Path, split: str, *, masks: bool = True, skip_bad: bool = False) -> None:
-        self._files = open_coco(data, split)
-        content = self._files.content
-        found = inspect_coco(content, masks=masks)
-        self.problems = found.problems
-        if self.problems and not skip_bad:
-            raise ValueError(f"{self._files.annotations}: {_summary(self.problems)}")
-        if self.problems:
-            logger.warning("%s: passed over: %s", self._files.annotations, _summary(self.problems))
-        if not found.annotations:
-            raise ValueError(f"{self._files.annotations} has no annotations with which nothing is wrong")
-        self.categories = tuple(Category(*pair) for pair in sorted(named_categories(content).items()))
-        self.has_masks = masks and bool(found.annotations[0].get("segmentation"))
-        self._labels = {category.id: label for label, category in enumerate(self.categories, 1)}
-        of_image = defaultdict(list)
-        for record in found.annotations:
-            of_image[record["image_id"]].append(record)
-        self._with_objects = [
-            index for index, image in enumerate(found.images) if any(not _is_crowd(one) for one in of_image[image])
-        ]
-        self._records = [pickle.dumps((record, of_image[image])) for image, record in found.images.items()]
-        self._files = self._files._replace(content={})
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def with_objects(self) -> Sequence[int]:
-        return self._with_objects
-
-    def read(self, index: int, seed: int | None = None) -> tuple[Image.Image, Target]:
-        record, annotations = pickle.loads(self._records[index])
-        path = self._files.image(record)
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no file {path}, which is image {record['id']} of {self._where}")
-        image = decode_image(path)
-        if image.size != (record["width"], record["height"]):
-            raise DataError(
-                f"{path} is {image.width}×{image.height}, "
-                f"but image {record['id']} of {self._where} is {record['width']}×{record['height']}"
-            )
-        return image, self._target(record, annotations)
-
-    @property
-    def _where(self) -> str:
-        return str(self._files.annotations)
-
-    def _target(self, image: dict[str, Any], annotations: list[dict[str, Any]]) -> Target:
-        width, height = image["width"], image["height"]
-        boxes = torch.tensor([one["bbox"] for one in annotations], dtype=torch.float32).view(-1, 4)
-        boxes[:, 2:] += boxes[:, :2]
-        limits = torch.tensor([width, height, width, height])
-        areas = [one.get("area", one["bbox"][2] * one["bbox"][3]) for one in annotations]
-        masks = torch.zeros(len(annotations), height, width, dtype=torch.bool) if self.has_masks else None
-        if masks is not None:
-            for mask, one in zip(masks, annotations, strict=True):
-                mask.copy_(_mask(one["segmentation"], height, width))
-        return Target(
-            image_id=image["id"],
-            boxes=boxes.clamp(min=0).minimum(limits),
-            labels=torch.tensor([self._labels[one["category_id"]] for one in annotations], dtype=torch.int64),
-            masks=masks,
-            crowd=torch.tensor([_is_crowd(one) for one in annotations], dtype=torch.bool),
-            area=torch.tensor(areas, dtype=torch.float32),
-        )
-
-
-def _mask(shape: Any, height: int, width: int) -> Tensor:
-    """(height, width) bool, from polygons or from run lengths as a list or as a string."""
-    compressed = isinstance(shape, dict) and isinstance(shape["counts"], str)
-    coded = shape if compressed else rle.frPyObjects(shape, height, width)
-    pixels = rle.decode(rle.merge(coded) if isinstance(coded, list) else coded)
-    return torch.from_numpy(np.ascontiguousarray(pixels)).bool()
-
-
-def _summary(problems: list[Problem]) -> str:
-    """The first of the problems, and how to learn about the others."""
-    others = f" (and {len(problems) - 1} more things are wrong: see 'vil detect check')" if len(problems) > 1 else ""
-    return f"{problems[0]}{others}"
-
-
-def _is_crowd(annotation: dict[str, Any]) -> bool:
-    return bool(annotation.get("iscrowd", 0))
-
-
-SIDEWAYS = (5, 6, 7, 8)
-"""Values of EXIF's orientation that swap width and height."""
-
-
-class Checked(NamedTuple):
-    """An annotation file, how much is in it, and what is wrong."""
-
-    annotations: Path
-    images: int
-    objects: int
-    problems: list[Problem]
-
-
-def check_coco(data: str | Path, split: str | None = None, progress: Progress | None = None) -> list[Checked]:
-    """Check a split, or all that there are; ``progress`` is called with the images of each that are done."""
-    data = Path(data)
-    if not data.exists():
-        raise FileNotFoundError(f"there is no data {data}; give a folder or a .json file in COCO's form")
-    return [_check(open_coco(data, name), progress) for name in ([split] if split else found_splits(data))]
-
-
-def _check(files: CocoFiles, progress: Progress | None) -> Checked:
-    found = inspect_coco(files.content)
-    problems = [*found.problems, *_file_problems(files, found.images.values(), progress)]
-    return Checked(files.annotations, len(files.content["images"]), len(files.content["annotations"]), problems)
-
-
-def _file_problems(
-    files: CocoFiles, records: Collection[dict[str, Any]], progress: Progress | None
-) -> Iterator[Problem]:
-    """Images that are missing, or of another size than their boxes and masks were made for."""
-    for done, record in enumerate(records, 1):
-        if progress is not None:
-            progress(done, len(records))
-        path = files.image(record)
-        if not path.is_file():
-            yield Problem(record["id"], None, f"has no file: {path} is missing")
-            continue
-        try:
-            width, height = _shown_size(path)
-        except Exception as error:  # decoders of damaged files raise nearly anything
-            yield Problem(record["id"], None, f"cannot be read: {error}")
-            continue
-        if (width, height) != (record["width"], record["height"]):
-            stated = f"{record['width']}×{record['height']}"
-            yield Problem(record["id"], None, f"is stated to be {stated}, but {path} is {width}×{height}")
-
-
-def _shown_size(path: Path) -> tuple[int, int]:
-    """Width and height from a file's first bytes, turned as its EXIF data says."""
-    with Image.open(path) as image:
-        turned = image.getexif().get(ExifTags.Base.Orientation) in SIDEWAYS
-        return (image.height, image.width) if turned else image.size

@@ -1,4 +1,7 @@
-"""What a detector is, as data: kind, backbone, pyramid, heads, and how images come in and results go out."""
+"""What a detector is, as data: which one, its backbone, pyramid and heads, how images come in and results go out.
+
+Free of torch and timm, so that commands that only list recipes start at once.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from ..errors import check_at_least, check_choice, unknown_name
 from ..models.config import ModelConfig
 from ..models.zoo import MODELS
 
-KINDS = ("retinanet", "mask_rcnn")
+DETECTORS = ("retinanet", "mask_rcnn")
 STAGES = {"retinanet": (2, 3, 4), "mask_rcnn": (1, 2, 3, 4)}
-"""Stages of the backbone that the paper's detectors look at, counted from 1."""
+"""Stages of the backbone under the pyramid of the paper's detectors, counted from 1."""
 
 ANCHOR_SCALES = {"retinanet": 4.0, "mask_rcnn": 8.0}
 """Anchors of 32 pixels and up: on the map of stride 8 in RetinaNet, of stride 4 in Mask R-CNN."""
@@ -28,16 +31,17 @@ COUNTS = (
 class DetectorConfig:
     """A detector; the defaults are those of the paper's COCO models.
 
+    - ``kind``: retinanet or mask_rcnn.
     - ``backbone``: a model of ours or, for comparison, any of timm's with features; ``backbone_options`` go to it.
     - ``num_classes``: without background. Labels are 1 to ``num_classes``.
-    - ``levels``: stages of the backbone under the pyramid, counted from 1; None for the kind's own.
+    - ``levels``: stages of the backbone under the pyramid, counted from 1; None for the paper's.
     - ``channels``: of the pyramid's maps.
     - ``min_size``: of the shorter side; training draws one per image, evaluation takes the last. ``max_size``: of the
       longer side, which wins over ``min_size``.
-    - ``anchor_scale``: side of the smallest anchor in cells of its map; None for the kind's own.
+    - ``anchor_scale``: side of the smallest anchor in cells of its map; None for the paper's.
     - ``box_width``, ``mask_channels``, ``mask_layers``: of the heads of Mask R-CNN.
-    - ``proposals``: regions per image that Mask R-CNN looks at; ``samples``: how many of them it learns from.
-    - ``score_threshold``, ``nms_threshold``, ``detections``: which results an image keeps, and how many at most.
+    - ``proposals``: regions per image that Mask R-CNN classifies; ``samples``: how many of them it learns from.
+    - ``score_threshold``, ``nms_threshold``, ``detections``: which detections of an image remain, and how many at most.
     """
 
     kind: str
@@ -60,7 +64,7 @@ class DetectorConfig:
     detections: int = 100
 
     def __post_init__(self) -> None:
-        check_choice("kind of detector", self.kind, KINDS)
+        check_choice("kind of detector", self.kind, DETECTORS)
         _check_backbone(self.backbone, self.backbone_options)
         if self.levels is None:
             object.__setattr__(self, "levels", STAGES[self.kind])
@@ -86,23 +90,31 @@ class DetectorConfig:
             check_at_least("a level", level, 1)
         if self.stages != tuple(range(self.stages[0], self.stages[-1] + 1)):
             raise ValueError(f"levels are {self.stages}; give stages that follow one another, as (2, 3, 4)")
-        if self.backbone in MODELS and self.stages[-1] > len(MODELS[self.backbone].stages):
-            count = len(MODELS[self.backbone].stages)
+        own = self.backbone_config
+        if own is not None and self.stages[-1] > len(own.stages):
+            count = len(own.stages)
             raise ValueError(
                 f"levels are {self.stages}, but {self.backbone} has {count} stages; give levels up to {count}"
             )
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """``levels``, once it is settled."""
+        """``levels``, which is never None once it is set."""
         assert self.levels is not None
         return self.levels
 
     @property
     def cells(self) -> float:
-        """``anchor_scale``, once it is settled."""
+        """``anchor_scale``, which is never None once it is set."""
         assert self.anchor_scale is not None
         return self.anchor_scale
+
+    @property
+    def backbone_config(self) -> ModelConfig | None:
+        """The configuration of a backbone of ours, without classifier; None for timm's."""
+        if self.backbone not in MODELS:
+            return None
+        return MODELS[self.backbone].override(**{**self.backbone_options, "num_classes": 0})
 
     def override(self, **changes: Any) -> DetectorConfig:
         """A copy with some fields changed; unknown names are refused with a suggestion."""
@@ -143,10 +155,3 @@ def _check_backbone(name: str, options: Mapping[str, Any]) -> None:
 
     if not timm.is_model(name):
         raise unknown_name("backbone", name, [*MODELS, *timm.list_models()])
-
-
-def backbone_config(config: DetectorConfig) -> ModelConfig | None:
-    """The configuration of a backbone of ours, without classifier; None for timm's."""
-    if config.backbone not in MODELS:
-        return None
-    return MODELS[config.backbone].override(**{**config.backbone_options, "num_classes": 0})

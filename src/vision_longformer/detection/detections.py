@@ -1,23 +1,48 @@
-"""Single objects in an image, found or annotated, in a form that is small however large the image is."""
+"""What is in an image: its annotated objects as tensors, detections in a form that is small however large the image is,
+and both as COCO's files state them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from pycocotools import mask as rle
 from torch import Tensor
 
-from .dataset import Category, Target
-
 MASK_THRESHOLD = 0.5
 """Probability from which a pixel belongs to an object."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
+
+
+class Category(NamedTuple):
+    """What an object may be; ``id`` is the data set's own number, and ids may have gaps."""
+
+    id: int
+    name: str
+
+
+@dataclass
+class Target:
+    """The n annotated objects of an image of h × w pixels.
+
+    - ``boxes``: (n, 4) float32, left, top, right, bottom; ``labels``: (n,) int64, label k is category number k - 1.
+    - ``masks``: (n, h, w) bool, or None if the data has boxes only.
+    - ``crowd``: (n,) bool, regions of objects too many to tell apart: not learned, and not held against a detector.
+    - ``area``: (n,) float32, by which objects count as small, medium or large.
+    """
+
+    image_id: int
+    boxes: Tensor
+    labels: Tensor
+    masks: Tensor | None
+    crowd: Tensor
+    area: Tensor
 
 
 @dataclass(frozen=True)
@@ -46,54 +71,67 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class Found:
-    """An object; ``label`` counts from 1. Annotated ones have no ``score``."""
+class Detection:
+    """An object that a detector found; ``label`` counts from 1."""
 
     box: Box
     label: int
-    score: float | None = None
+    score: float
     mask: Patch | None = None
 
-    def moved(self, down: int, right: int) -> Found:
+    def moved(self, down: int, right: int) -> Detection:
         """In the coordinates of an image of which this one is a part, at (``down``, ``right``)."""
-        left, top, end, bottom = self.box
+        x0, y0, x1, y1 = self.box
         mask = self.mask and replace(self.mask, top=self.mask.top + down, left=self.mask.left + right)
-        return replace(self, box=(left + right, top + down, end + right, bottom + down), mask=mask)
+        return replace(self, box=(x0 + right, y0 + down, x1 + right, y1 + down), mask=mask)
 
 
-def found_by_model(output: Mapping[str, Tensor], threshold: float = 0.0) -> list[Found]:
-    """A detector's output for an image, with scores of at least ``threshold``, best first."""
+def detections_from_output(output: Mapping[str, Tensor], threshold: float = 0.0) -> list[Detection]:
+    """A detector's output for an image as detections with scores of at least ``threshold``, best first."""
     keep = torch.nonzero(output["scores"] >= threshold)[:, 0]
     masks: Sequence[Patch | None] = [None] * len(keep)
     if "masks" in output:
         masks = [Patch.around((output["masks"][index, 0] >= MASK_THRESHOLD).cpu().numpy()) for index in keep.tolist()]
-    values = (output[name][keep].tolist() for name in ("boxes", "labels", "scores"))
-    found = [Found(tuple(box), label, score, mask) for box, label, score, mask in zip(*values, masks, strict=True)]
-    return sorted(found, key=lambda one: -(one.score or 0))
+    boxes, labels, scores = (output[name][keep].tolist() for name in ("boxes", "labels", "scores"))
+    objects = zip(boxes, labels, scores, masks, strict=True)
+    detections = [Detection(tuple(box), label, score, mask) for box, label, score, mask in objects]
+    return sorted(detections, key=lambda detection: -detection.score)
 
 
-def annotated(target: Target) -> list[Found]:
-    """The objects of a target, without crowds."""
-    masks = [None] * len(target.labels) if target.masks is None else [Patch.around(one.numpy()) for one in target.masks]
-    objects = zip(target.boxes.tolist(), target.labels.tolist(), masks, target.crowd.tolist(), strict=True)
-    return [Found(tuple(box), label, None, mask) for box, label, mask, crowd in objects if not crowd]
+def coco_annotations(target: Target, categories: Sequence[Category]) -> list[dict[str, Any]]:
+    """The annotated objects of an image as COCO's annotation files state them, without ids of their own."""
+    annotations = []
+    for index, (left, top, right, bottom) in enumerate(target.boxes.tolist()):
+        annotation = {
+            "image_id": target.image_id,
+            "category_id": categories[int(target.labels[index]) - 1].id,
+            "bbox": [left, top, right - left, bottom - top],
+            "area": float(target.area[index]),
+            "iscrowd": int(target.crowd[index]),
+        }
+        if target.masks is not None:
+            annotation["segmentation"] = encode_rle(target.masks[index].numpy().astype("uint8"))
+        annotations.append(annotation)
+    return annotations
 
 
-def coco_result(found: Found, image_id: int, categories: Sequence[Category], size: tuple[int, int]) -> dict[str, Any]:
-    """An object of an image of (height, width) as COCO's results have it."""
-    left, top, right, bottom = found.box
+def coco_result(
+    detection: Detection, image_id: int, categories: Sequence[Category], size: tuple[int, int]
+) -> dict[str, Any]:
+    """A detection in an image of ``size`` (height, width) as COCO's results state it."""
+    left, top, right, bottom = detection.box
     result: dict[str, Any] = {
         "image_id": image_id,
-        "category_id": categories[found.label - 1].id,
+        "category_id": categories[detection.label - 1].id,
         "bbox": [left, top, right - left, bottom - top],
-        "score": found.score,
+        "score": detection.score,
     }
-    if found.mask is not None:
-        result["segmentation"] = run_lengths(found.mask.on(*size))
+    if detection.mask is not None:
+        result["segmentation"] = encode_rle(detection.mask.on(*size))
     return result
 
 
-def run_lengths(mask: np.ndarray) -> dict[str, Any]:
-    """A mask (h, w), uint8, in COCO's compressed form, as JSON data."""
-    coded = rle.encode(np.asfortranarray(mask))
-    return {"size": list(coded["size"]), "counts": coded["counts"].decode("ascii")}
+def encode_rle(mask: np.ndarray) -> dict[str, Any]:
+    """A mask (h, w), uint8, as COCO's compressed run lengths, which are JSON data."""
+    encoded = rle.encode(np.asfortranarray(mask))
+    return {"size": list(encoded["size"]), "counts": encoded["counts"].decode("ascii")}

@@ -1,6 +1,7 @@
-"""Anchors and pooled regions at fixed strides, so that they do not depend on the other images of a batch.
+"""RetinaNet and Mask R-CNN: torchvision's detectors on our pyramid, with the settings of the paper's models.
 
-RetinaNet and Mask R-CNN: torchvision's detectors on our pyramid, with the settings of the paper's models.
+Anchors and pooled regions have fixed strides, and images of unlike sizes are evaluated apart, so that the result of an
+image does not depend on the other images of its batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN, RetinaNet
+from torchvision.models.detection._utils import BoxCoder
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.image_list import ImageList
@@ -20,69 +22,12 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.ops import MultiScaleRoIAlign, roi_align
 from torchvision.ops.poolers import LevelMapper
 
-from .backbone import ImageTransform, PyramidBackbone, grouped
+from .backbone import ImageTransform, PyramidBackbone, group_by
 from .config import DetectorConfig
 
-
-class FixedAnchors(AnchorGenerator):
-    """Anchors of exact size around the corners of the cells, size by size and in each by ratio.
-
-    torchvision's are rounded to pixels, go ratio by ratio, and take strides from the size of the padded batch.
-    """
-
-    def __init__(self, sizes: list[list[float]], ratios: tuple[float, ...], strides: list[int]) -> None:
-        self.strides = strides
-        super().__init__(tuple(map(tuple, sizes)), (tuple(ratios),) * len(sizes))
-
-    def generate_anchors(
-        self,
-        scales: list[float],
-        aspect_ratios: list[float],
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> Tensor:
-        """Anchors (sizes · ratios, 4) around the origin; a ratio is height to width."""
-        size = torch.tensor(scales, dtype=dtype, device=device)[:, None]
-        root = torch.tensor(aspect_ratios, dtype=dtype, device=device).sqrt()
-        width, height = (size / root).flatten(), (size * root).flatten()
-        return torch.stack([-width, -height, width, height], 1) / 2
-
-    def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
-        """The anchors of all maps, (N, 4), for each image."""
-        first = feature_maps[0]
-        self.set_cell_anchors(first.dtype, first.device)
-        strides = [[torch.tensor(stride, device=first.device)] * 2 for stride in self.strides]
-        anchors = self.grid_anchors([list(one.shape[-2:]) for one in feature_maps], strides)
-        return [torch.cat(anchors)] * len(image_list.image_sizes)
-
-
-class AlignedRoIAlign(MultiScaleRoIAlign):
-    """Regions pooled with half-pixel alignment and as many samples as they need, from the level that fits their size.
-
-    torchvision's pools without alignment and guesses the scales from the first image it sees.
-    """
-
-    def __init__(self, names: list[str], output_size: int, strides: list[int]) -> None:
-        super().__init__(names, output_size, sampling_ratio=0)
-        self.strides = strides[: len(names)]
-        self.mapper = LevelMapper(*(round(math.log2(stride)) for stride in (self.strides[0], self.strides[-1])))
-
-    def forward(self, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
-        """Boxes (n, 4) of each image to (all boxes, channels, size, size)."""
-        numbers = torch.cat([torch.full_like(one[:, :1], index) for index, one in enumerate(boxes)])
-        regions = torch.cat([numbers, torch.cat(boxes)], 1)
-        levels = self.mapper(boxes)
-        first = x[self.featmap_names[0]]
-        pooled = first.new_zeros(regions.shape[0], first.shape[1], *self.output_size)
-        for level, (name, stride) in enumerate(zip(self.featmap_names, self.strides, strict=True)):
-            chosen = torch.where(levels == level)[0]
-            part = roi_align(x[name], regions[chosen].to(x[name].dtype), self.output_size, 1 / stride, 0, aligned=True)
-            pooled = pooled.index_copy(0, chosen, part.to(pooled.dtype))
-        return pooled
-
-
 Images = list[Tensor]
-Results = list[dict[str, Tensor]]
+Targets = list[dict[str, Tensor]]
+Outputs = list[dict[str, Tensor]]
 
 BOX_POOL, MASK_POOL = 7, 14
 SCALES_PER_OCTAVE = 3
@@ -111,35 +56,6 @@ def build_detector(config: DetectorConfig) -> RetinaNet | MaskRCNN:
     return {"retinanet": RetinaNetDetector, "mask_rcnn": MaskRCNNDetector}[config.kind](config)
 
 
-def _each_size(forward: Callable[[Images], Results], images: Images) -> Results:
-    """Results of the images, those of equal size computed together.
-
-    Convolutions of the pyramid and the heads would carry padding into an image: their biases make it non-zero after
-    one layer, and the next layer reads it. So in evaluation no image is padded to the size of another.
-    """
-    results: dict[int, dict[str, Tensor]] = {}
-    for group in grouped(tuple(image.shape) for image in images):
-        results |= zip(group, forward([images[position] for position in group]), strict=True)
-    return [results[position] for position in range(len(images))]
-
-
-def _transform(config: DetectorConfig, backbone: PyramidBackbone) -> ImageTransform:
-    """Resizing, ImageNet's mean and standard deviation, and our batching."""
-    mean, std = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)
-    return ImageTransform(config.min_size, config.max_size, mean, std, size_divisible=backbone.size_divisible)
-
-
-def _carry_signal(head: nn.Module) -> None:
-    """Draw the weights of hidden convolutions so that they keep the scale of what goes through.
-
-    A standard deviation of 0.01, as in the paper's models, suits many channels and many thousand steps: of 64 channels,
-    four layers leave a thousandth, and a small detector learns nothing but the biases for hundreds of steps.
-    """
-    for name, weight in head.named_parameters():
-        if ".conv." in name and weight.dim() == 4:
-            nn.init.kaiming_normal_(weight, nonlinearity="relu")
-
-
 class RetinaNetDetector(RetinaNet):
     """torchvision's RetinaNet with labels from 1, as Mask R-CNN has them; ``config`` says what it is."""
 
@@ -158,18 +74,19 @@ class RetinaNetDetector(RetinaNet):
             bg_iou_thresh=0.4,
             topk_candidates=1000,
         )
+        self.box_coder = PreciseBoxCoder(UNIT_WEIGHTS)
         self.head.regression_head._loss_type = "l1"
         if config.channels < PAPER_CHANNELS:
-            _carry_signal(self.head)
+            _init_narrow_head(self.head)
         self.transform = _transform(config, backbone)
         self.config = config
 
-    def forward(self, images: Images, targets: Results | None = None) -> Any:
+    def forward(self, images: Images, targets: Targets | None = None) -> Any:
         if self.training and targets is not None:
             shifted = [{**target, "labels": target["labels"] - 1} for target in targets]
             return super().forward(images, shifted)
-        results = _each_size(super().forward, images)
-        return [{**result, "labels": result["labels"] + 1} for result in results]
+        outputs = _size_by_size(super().forward, images)
+        return [{**output, "labels": output["labels"] + 1} for output in outputs]
 
 
 class MaskRCNNDetector(MaskRCNN):
@@ -198,10 +115,115 @@ class MaskRCNNDetector(MaskRCNN):
             mask_head=MaskRCNNHeads(config.channels, mask_layers, 1),
             mask_predictor=MaskRCNNPredictor(config.mask_channels, config.mask_channels, classes),
         )
+        for part in (self.rpn, self.roi_heads):
+            part.box_coder = PreciseBoxCoder(part.box_coder.weights)
         self.transform = _transform(config, backbone)
         self.config = config
 
-    def forward(self, images: Images, targets: Results | None = None) -> Any:
+    def forward(self, images: Images, targets: Targets | None = None) -> Any:
         if self.training:
             return super().forward(images, targets)
-        return _each_size(super().forward, images)
+        return _size_by_size(super().forward, images)
+
+
+def _size_by_size(forward: Callable[[Images], Outputs], images: Images) -> Outputs:
+    """Outputs of the images, those of equal size computed together.
+
+    Convolutions of the pyramid and the heads would carry padding into an image: their biases make it non-zero after
+    one layer, and the next layer reads it. So in evaluation no image is padded to the size of another.
+    """
+    outputs: dict[int, dict[str, Tensor]] = {}
+    for group in group_by(tuple(image.shape) for image in images):
+        outputs |= zip(group, forward([images[position] for position in group]), strict=True)
+    return [outputs[position] for position in range(len(images))]
+
+
+def _transform(config: DetectorConfig, backbone: PyramidBackbone) -> ImageTransform:
+    """Resizing, ImageNet's mean and standard deviation, and our batching."""
+    mean, std = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)
+    return ImageTransform(config.min_size, config.max_size, mean, std, size_divisible=backbone.size_divisible)
+
+
+def _init_narrow_head(head: nn.Module) -> None:
+    """Draw the weights of hidden convolutions so that they keep the scale of what goes through.
+
+    A standard deviation of 0.01, as in the paper's models, suits many channels and many thousand steps: of 64 channels,
+    four layers leave a thousandth, and a small detector learns nothing but the biases for hundreds of steps.
+    """
+    for name, weight in head.named_parameters():
+        if ".conv." in name and weight.dim() == 4:
+            nn.init.kaiming_normal_(weight, nonlinearity="relu")
+
+
+UNIT_WEIGHTS = (1.0, 1.0, 1.0, 1.0)
+"""Of the four offsets of a box, as torchvision has them for anchors."""
+
+
+class PreciseBoxCoder(BoxCoder):
+    """Decodes boxes in the precision of the anchors or regions, whatever that of the offsets.
+
+    torchvision's decodes in the precision of the offsets, and bf16 rounds coordinates above 512 to multiples of 4.
+    """
+
+    def decode_single(self, rel_codes: Tensor, boxes: Tensor) -> Tensor:
+        """Offsets (n, 4 · classes) from boxes (n, 4) to boxes (n, 4 · classes)."""
+        return super().decode_single(rel_codes.to(boxes.dtype), boxes)
+
+
+class FixedAnchors(AnchorGenerator):
+    """Anchors of exact size around the corners of the cells, size by size and in each by ratio, in float32 at least.
+
+    torchvision's are rounded to pixels, go ratio by ratio, take strides from the size of the padded batch, and have the
+    precision of the maps.
+    """
+
+    def __init__(self, sizes: list[list[float]], ratios: tuple[float, ...], strides: list[int]) -> None:
+        self.strides = strides
+        super().__init__(tuple(map(tuple, sizes)), (tuple(ratios),) * len(sizes))
+
+    def generate_anchors(
+        self,
+        scales: list[float],
+        aspect_ratios: list[float],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Anchors (sizes · ratios, 4) around the origin; a ratio is height to width."""
+        size = torch.tensor(scales, dtype=dtype, device=device)[:, None]
+        root = torch.tensor(aspect_ratios, dtype=dtype, device=device).sqrt()
+        width, height = (size / root).flatten(), (size * root).flatten()
+        return torch.stack([-width, -height, width, height], 1) / 2
+
+    def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
+        """The anchors of all maps, (N, 4), for each image."""
+        first = feature_maps[0]
+        self.set_cell_anchors(torch.promote_types(first.dtype, torch.float32), first.device)
+        strides = [[torch.tensor(stride, device=first.device)] * 2 for stride in self.strides]
+        anchors = self.grid_anchors([list(one.shape[-2:]) for one in feature_maps], strides)
+        return [torch.cat(anchors)] * len(image_list.image_sizes)
+
+
+class AlignedRoIAlign(MultiScaleRoIAlign):
+    """Regions pooled with half-pixel alignment and as many samples as they need, from the level that fits their size.
+
+    torchvision's pools without alignment and guesses the scales from the first image it sees. Maps are pooled in the
+    precision of the boxes, not the other way round.
+    """
+
+    def __init__(self, names: list[str], output_size: int, strides: list[int]) -> None:
+        super().__init__(names, output_size, sampling_ratio=0)
+        self.strides = strides[: len(names)]
+        self.mapper = LevelMapper(*(round(math.log2(stride)) for stride in (self.strides[0], self.strides[-1])))
+
+    def forward(self, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]) -> Tensor:
+        """Boxes (n, 4) of each image to (all boxes, channels, size, size)."""
+        numbers = torch.cat([torch.full_like(one[:, :1], index) for index, one in enumerate(boxes)])
+        regions = torch.cat([numbers, torch.cat(boxes)], 1)
+        levels = self.mapper(boxes)
+        first = x[self.featmap_names[0]]
+        pooled = first.new_zeros(regions.shape[0], first.shape[1], *self.output_size)
+        for level, (name, stride) in enumerate(zip(self.featmap_names, self.strides, strict=True)):
+            chosen = torch.where(levels == level)[0]
+            part = roi_align(x[name].to(regions.dtype), regions[chosen], self.output_size, 1 / stride, 0, aligned=True)
+            pooled = pooled.index_copy(0, chosen, part.to(pooled.dtype))
+        return pooled

@@ -1,12 +1,8 @@
-"""Detectors for one image of a fixed size, as graphs that can be traced.
+"""Detectors as exported files: graphs that can be traced, their export, and files in place of their detectors.
 
-The trained modules run as they are. What is said anew here is how boxes are chosen: torchvision's code branches on how
-many candidates there are, which a graph cannot; the steps below are the same for any number of them, none included.
-Only the number of objects found is left open in a graph.
-
-The export of whole detectors.
-
-Exported detectors in place of those they were made from.
+A graph is for one image of a fixed size; only the number of detections is open. The trained modules run as they are.
+What is written again here is how boxes are chosen: torchvision's code branches on how many candidates there are, which
+a graph cannot; the steps here are the same for any number of them, none included.
 """
 
 from __future__ import annotations
@@ -28,28 +24,38 @@ from torchvision.models.detection.rpn import concat_box_prediction_layers
 from torchvision.models.detection.transform import resize_boxes
 from torchvision.ops import clip_boxes_to_image, nms
 
+from ..data.loading import Progress
 from ..errors import CheckpointError
-from ..export.runtime import ExportedModel, load_exported
-from ..export.verify import Exported, Progress, export_checked
+from ..export.runtime import ExportedModel, is_exported, load_exported
+from ..export.verify import ExportedFile, export_verified
 from ..export.writers import file_metadata
 from ..models import VisionLongformer
 from ..models.config import size_pair
 from .backbone import ImageTransform
+from .checkpoint import Detector, load_detector, load_detector_info
 from .config import DetectorConfig
 from .dataset import image_tensor
 from .garments import photo_parts
 
+COMPARED = 2
+"""Photos on which a file is compared with its detector."""
+
+NOISE = 1e-5
+"""Of the pixels, many times what float32 rounds off; detections that stay the same with it are well decided."""
+
 SMALLEST_OBJECT = 1e-2
-"""Sides, in pixels, below which Mask R-CNN takes a box for empty."""
+"""Sides, in pixels, below which Mask R-CNN counts a box as empty."""
 
 OUTSIDE = [[-2.0, -2.0, -1.0, -1.0], [-4.0, -4.0, -3.0, -3.0]]
 """Boxes that always remain, and as the last: torchvision tells ``torch.export`` that two at least will."""
 
 Maps = dict[str, Tensor]
 
+# Graphs
+
 
 class DetectorGraph(nn.Module):
-    """From an image (3, height, width) with values from 0 to 1 to what is found in it, best first.
+    """From an image (3, height, width) with values from 0 to 1 to its detections, best first.
 
     The ``outputs`` are those of the detector for an image that needs no resizing: ``boxes`` (n, 4) as left, top, right
     and bottom, ``labels`` (n,) from 1, ``scores`` (n,) and, for Mask R-CNN, ``masks`` (n, 1, 28, 28), probabilities in
@@ -68,14 +74,14 @@ class DetectorGraph(nn.Module):
         return self.detect(self.model.backbone(batch), ImageList(image, [self.size]))
 
     def detect(self, maps: Maps, images: ImageList) -> tuple[Tensor, ...]:
-        """What is found in the maps of the pyramid."""
+        """The ``outputs`` from the maps of the pyramid."""
         raise NotImplementedError
 
-    def chosen(self, boxes: Tensor, scores: Tensor, groups: Tensor, allowed: Tensor, overlap: float) -> Tensor:
+    def nms(self, boxes: Tensor, scores: Tensor, groups: Tensor, allowed: Tensor, overlap: float) -> Tensor:
         """Positions of the boxes that remain, best first, when those that overlap a better one of their group go.
 
         Boxes are (n, 4) inside the image, the others (n,), no score below 0. As in torchvision, groups are kept from
-        one another by moving each to a place of its own.
+        one another by moving each to a region of its own.
         """
         candidates = torch.nonzero(allowed)[:, 0]
         apart = groups[candidates, None] * float(max(self.size) + 1)
@@ -85,7 +91,7 @@ class DetectorGraph(nn.Module):
 
 
 class RetinaNetGraph(DetectorGraph):
-    """Of the best anchors of each level those that do not overlap a better one of the same class."""
+    """Of the best anchors of each level, those that do not overlap a better one of the same class."""
 
     model: RetinaNet
 
@@ -97,16 +103,16 @@ class RetinaNetGraph(DetectorGraph):
         counts = [count * one[0, 0].numel() * classes for count, one in zip(per_cell, levels, strict=True)]
         scores, best, _ = _best_of_levels(output["cls_logits"].flatten(), counts, model.topk_candidates)
         anchors, labels = best // classes, best % classes
-        (places,) = model.anchor_generator(images, levels)
-        boxes = model.box_coder.decode_single(output["bbox_regression"][0, anchors], places[anchors])
+        (anchor_boxes,) = model.anchor_generator(images, levels)
+        boxes = model.box_coder.decode_single(output["bbox_regression"][0, anchors], anchor_boxes[anchors])
         boxes, scores = clip_boxes_to_image(boxes, self.size), scores.sigmoid()
-        chosen = self.chosen(boxes, scores, labels, scores > model.score_thresh, model.nms_thresh)
+        chosen = self.nms(boxes, scores, labels, scores > model.score_thresh, model.nms_thresh)
         chosen = chosen[: model.detections_per_img]
         return boxes[chosen], labels[chosen] + 1, scores[chosen]
 
 
 class MaskRCNNGraph(DetectorGraph):
-    """Regions, then what is in them, then the shapes of what was found."""
+    """Regions, then the objects in them, then their masks."""
 
     outputs = (*DetectorGraph.outputs, "masks")
     model: MaskRCNN
@@ -127,7 +133,7 @@ class MaskRCNNGraph(DetectorGraph):
         logits, offsets = concat_box_prediction_layers(logits, offsets)
         scores, best, level = _best_of_levels(logits[:, 0], counts, rpn.pre_nms_top_n())
         boxes = clip_boxes_to_image(rpn.box_coder.decode_single(offsets[best], anchors[best]), self.size)
-        chosen = self.chosen(boxes, scores.sigmoid(), level, _at_least(boxes, rpn.min_size), rpn.nms_thresh)
+        chosen = self.nms(boxes, scores.sigmoid(), level, _at_least(boxes, rpn.min_size), rpn.nms_thresh)
         return boxes[chosen[: rpn.post_nms_top_n()]]
 
     def _objects(self, maps: Maps, regions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,21 +146,21 @@ class MaskRCNNGraph(DetectorGraph):
         labels = torch.arange(1, logits.shape[1]).expand_as(scores).flatten()
         scores = scores.flatten()
         allowed = (scores > heads.score_thresh) & _at_least(boxes, SMALLEST_OBJECT)
-        chosen = self.chosen(boxes, scores, labels, allowed, heads.nms_thresh)[: heads.detections_per_img]
+        chosen = self.nms(boxes, scores, labels, allowed, heads.nms_thresh)[: heads.detections_per_img]
         return boxes[chosen], labels[chosen], scores[chosen]
 
 
 def _best_of_levels(scores: Tensor, counts: list[int], most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``most`` highest scores of each level, where they are in ``scores``, and the level of each.
+    """The ``most`` highest scores of each level, their positions in ``scores``, and the level of each.
 
     ``scores`` has those of all levels one after another, ``counts`` of them.
     """
     best = []
     for number, level in enumerate(scores.split(counts)):
-        values, places = level.topk(min(most, counts[number]))
-        best.append((values, places + sum(counts[:number]), torch.full_like(places, number)))
-    values, places, levels = map(torch.cat, zip(*best, strict=True))
-    return values, places, levels
+        values, positions = level.topk(min(most, counts[number]))
+        best.append((values, positions + sum(counts[:number]), torch.full_like(positions, number)))
+    values, positions, levels = map(torch.cat, zip(*best, strict=True))
+    return values, positions, levels
 
 
 def _at_least(boxes: Tensor, side: float) -> Tensor:
@@ -162,11 +168,14 @@ def _at_least(boxes: Tensor, side: float) -> Tensor:
     return ((boxes[:, 2:] - boxes[:, :2]) >= side).all(1)
 
 
-COMPARED = 2
-"""Photos on which a file is compared with its detector."""
+# Writing
 
-NOISE = 1e-5
-"""Of the pixels, many times what float32 rounds off: what is found in a photo with and without it is well decided."""
+
+def export_checkpoint(checkpoint: str | Path, path: str | Path, **options: Any) -> ExportedFile:
+    """Write a checkpoint's detector with its categories; ``options`` as in :func:`export_detector`."""
+    detector = open_detector(checkpoint)
+    categories = [category._asdict() for category in detector.categories]
+    return export_detector(detector.model, path, info={"categories": categories, "named": detector.named}, **options)
 
 
 def export_detector(
@@ -178,12 +187,12 @@ def export_detector(
     info: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> Exported:
-    """Write a detector as one ``.onnx`` or ``.pt2`` file, and compare what both find in photos.
+) -> ExportedFile:
+    """Write a detector as one ``.onnx`` or ``.pt2`` file, and compare the detections of both in photos.
 
-    The file takes one float32 image (3, height, width) with values from 0 to 1 and gives what
-    :class:`~.detector_graphs.DetectorGraph` says. Images of other sizes are to be resized to fit, and padded at the
-    bottom and on the right with the colour that the metadata name ``padding``. The model itself is left as it is.
+    The file takes one float32 image (3, height, width) with values from 0 to 1 and gives the outputs of
+    :class:`DetectorGraph`. Images of other sizes are to be resized to fit, and padded at the bottom and on the right
+    with the colour that the metadata call ``padding``. The model itself is left as it is.
 
     Args:
         model: a detector of ``build_detector``.
@@ -203,14 +212,14 @@ def export_detector(
     details = {"size": own, "padding": reference.transform.image_mean, **(info or {})}
 
     def expected(image: Tensor) -> tuple[Tensor, ...]:
-        (found,) = reference([image])
-        return tuple(found[name] for name in graph.outputs)
+        (output,) = reference([image])
+        return tuple(output[name] for name in graph.outputs)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*create_unbacked_symint", FutureWarning)  # torchvision's, for nms
-        return export_checked(
+        return export_verified(
             graph,
-            [(photo,) for photo in _photos(graph)],
+            [(photo,) for photo in _comparison_photos(graph)],
             path,
             format=format,
             metadata=file_metadata("detector", config.to_dict(), dynamic=False, **details),
@@ -222,8 +231,8 @@ def export_detector(
         )
 
 
-class _AsTheyAre(ImageTransform):
-    """Images are not resized, so that results need not be moved back; masks stay in the frame of their boxes."""
+class _WithoutResizing(ImageTransform):
+    """Images are not resized, so that boxes need not be scaled back; masks stay in the frame of their boxes."""
 
     def resize(self, image: Tensor, target: Any = None) -> tuple[Tensor, Any]:
         return image, target
@@ -236,38 +245,38 @@ def _plain_copy(model: RetinaNet | MaskRCNN) -> RetinaNet | MaskRCNN:
     """A copy for inference in float32 on the CPU, for images that have the right size."""
     copy = deepcopy(model).cpu().float().eval().requires_grad_(False)
     old = copy.transform
-    copy.transform = _AsTheyAre(old.min_size, old.max_size, old.image_mean, old.image_std, old.size_divisible).eval()
+    sizes = old.min_size, old.max_size
+    copy.transform = _WithoutResizing(*sizes, old.image_mean, old.image_std, old.size_divisible).eval()
     for module in copy.modules():
         if isinstance(module, VisionLongformer):
             module.set_attention_implementation("auto")
     return copy
 
 
-def _photos(graph: DetectorGraph) -> list[Tensor]:
+def _comparison_photos(graph: DetectorGraph) -> list[Tensor]:
     """Photos (3, height, width) to compare on.
 
     Detectors decide: of two boxes with nearly the same score, or with an overlap near the limit, rounding may choose
-    another one. Such photos say nothing about a file, nor do those in which nothing is found.
+    another one. Such photos say nothing about a file, nor do those without detections.
     """
     height, width = graph.size
     photos = [image_tensor(photo.resize((width, height))) for photo in photo_parts(training=False)]
     mirrored = [photo.flip(2) for photo in photos]
-    return list(islice(_telling(graph, [*photos, *mirrored]), COMPARED)) or photos[:1]
+    return list(islice(_well_decided(graph, [*photos, *mirrored]), COMPARED)) or photos[:1]
 
 
-def _telling(graph: DetectorGraph, photos: list[Tensor]) -> Iterator[Tensor]:
-    """Photos in which the same is found with and without a little noise."""
+def _well_decided(graph: DetectorGraph, photos: list[Tensor]) -> Iterator[Tensor]:
+    """Photos that have detections, the same ones with and without a little noise."""
     generator = torch.Generator().manual_seed(0)
     for photo in photos:
         noise = NOISE * torch.randn(photo.shape, generator=generator)
         with torch.no_grad():
-            (boxes, labels, *_), (moved, same, *_) = graph(photo), graph(photo + noise)
-        if len(boxes) and torch.equal(labels, same) and torch.allclose(boxes, moved, rtol=0, atol=0.5):
+            (boxes, labels, *_), (noisy_boxes, noisy_labels, *_) = graph(photo), graph(photo + noise)
+        if len(boxes) and torch.equal(labels, noisy_labels) and torch.allclose(boxes, noisy_boxes, rtol=0, atol=0.5):
             yield photo
 
 
-OUTPUTS = ("boxes", "labels", "scores", "masks")
-"""Of a file, in order; the masks of Mask R-CNN only."""
+# Reading
 
 
 class ExportedDetector(nn.Module):
@@ -285,30 +294,39 @@ class ExportedDetector(nn.Module):
 
     def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
         """Images (3, h, w) with values from 0 to 1 to ``boxes``, ``labels``, ``scores`` and perhaps ``masks``."""
-        return [self._found(image) for image in images]
+        return [self._detect(image) for image in images]
 
-    def _found(self, image: Tensor) -> dict[str, Tensor]:
+    def _detect(self, image: Tensor) -> dict[str, Tensor]:
         height, width = image.shape[1:]
         scale = min(self.size[0] / height, self.size[1] / width)
         used = max(1, round(height * scale)), max(1, round(width * scale))
         whole = self.padding.to(image).repeat(1, *self.size)
         whole[:, : used[0], : used[1]] = F.interpolate(image[None], used, mode="bilinear")[0]
-        found = dict(zip(OUTPUTS, self.model(whole), strict=False))
-        inside = (found["boxes"][:, 0] <= used[1]) & (found["boxes"][:, 1] <= used[0])
-        found = {name: values[inside] for name, values in found.items()}
-        boxes = resize_boxes(found["boxes"], used, (height, width))
-        found["boxes"] = clip_boxes_to_image(boxes, (height, width))
-        if "masks" in found:
-            found["masks"] = paste_masks_in_image(found["masks"], boxes, (height, width))
-        return found
+        output = dict(zip(MaskRCNNGraph.outputs, self.model(whole), strict=False))  # RetinaNet has no masks
+        inside = (output["boxes"][:, 0] <= used[1]) & (output["boxes"][:, 1] <= used[0])
+        output = {name: values[inside] for name, values in output.items()}
+        boxes = resize_boxes(output["boxes"], used, (height, width))
+        output["boxes"] = clip_boxes_to_image(boxes, (height, width))
+        if "masks" in output:
+            output["masks"] = paste_masks_in_image(output["masks"], boxes, (height, width))
+        return output
+
+
+def open_detector(path: str | Path) -> Detector:
+    """The detector of a checkpoint or of an exported file, in evaluation mode, with its categories."""
+    if not is_exported(path):
+        return Detector.from_stored(load_detector(path), load_detector_info(path).get("categories"), path)
+    model = load_exported_detector(path)
+    named = model.metadata.get("named", True)
+    return Detector.from_stored(model, model.metadata.get("categories") if named else None, path)
 
 
 def load_exported_detector(path: str | Path) -> ExportedDetector:
     """The detector of a ``.onnx`` or ``.pt2`` file."""
     model = load_exported(path)
-    kind = model.metadata["kind"]
-    if kind != "detector":
-        raise CheckpointError(f"{path} is an exported {kind}; a detector was asked for, and nothing was loaded")
+    model_type = model.metadata["kind"]
+    if model_type != "detector":
+        raise CheckpointError(f"{path} is an exported {model_type}; a detector was asked for, and nothing was loaded")
     try:
         return ExportedDetector(model)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -1,14 +1,9 @@
-"""The shipped photos as backgrounds: their left parts for training, their right parts for validation.
+"""The built-in detection data, "garments in the wild": made on the fly, to try detection without a download.
 
-Fashion-MNIST's garments cut out of their black background, and turned, enlarged and tinted.
-
-Cut-outs painted onto a background, one over the other, with what remains visible of each.
-
-The built-in detection data, "garments in the wild".
-
-A synthetic composition of real images: Fashion-MNIST's garments pasted onto photos, so that the task can be tried
-without a download. Garments are 28 to 112 pixels wide, in images of up to 1600: small objects in large images. What is
-shown in validation, garments and parts of photos, is never shown in training.
+A synthetic composition of real images: Fashion-MNIST's garments cut out of their black background, rotated, enlarged
+and tinted, and pasted onto the shipped photos one over the other. Garments are 28 to 112 pixels wide, in images of up
+to 1600: small objects in large images. Garments and parts of photos of the validation split are never in the training
+split.
 """
 
 from __future__ import annotations
@@ -29,7 +24,80 @@ from ..data.images import decode_image
 from ..data.randomness import derive
 from ..data.sources import EVALUATION, FASHION_MNIST_CLASSES, TRAINING, fashion_mnist
 from ..errors import check_choice
-from .dataset import Category, Target
+from .detections import Category, Target
+
+NAME = "garments"
+TRAINING_IMAGES, VALIDATION_IMAGES = 2000, 200
+SIDES = 512, 1600
+"""Smallest and largest longer side, unless one is asked for."""
+
+SMALLEST_SIDE = 64
+"""Longer side below which garments would fill the images."""
+
+OBJECTS = 3, 12
+"""Fewest and most garments of an image."""
+
+LARGEST_SCALE = 4.0
+
+
+class Garments:
+    """:class:`~.dataset.DetectionData` made on the fly: an image is a function of split, number and seed alone."""
+
+    categories = tuple(Category(number, name) for number, name in enumerate(FASHION_MNIST_CLASSES, 1))
+    has_masks = True
+
+    def __init__(self, training: bool, side: int | None = None) -> None:
+        self.training = training
+        self.side = side
+
+    def __len__(self) -> int:
+        return TRAINING_IMAGES if self.training else VALIDATION_IMAGES
+
+    def with_objects(self) -> Sequence[int]:
+        return range(len(self))
+
+    def read(self, index: int, seed: int | None = None) -> tuple[Image.Image, Target]:
+        random = np.random.default_rng(derive("garments", int(self.training), index, 0 if seed is None else seed))
+        longer = int(random.integers(SIDES[0], SIDES[1] + 1)) if self.side is None else self.side
+        background = random_background(self.training, longer, random)
+        height, width = background.shape[:2]
+        garments = cutouts(self.training)
+        count = int(random.integers(OBJECTS[0], OBJECTS[1] + 1))
+        sprites = [random_sprite(garments, random, LARGEST_SCALE) for _ in range(count)]
+        placed, masks = visible(place(sprites, height, width, random), height, width)
+        labels = [one.sprite.label for one in placed]
+        return Image.fromarray(paint(background, placed)), _target(index + 1, masks, labels)
+
+
+def open_garments(data: str, split: str) -> Garments:
+    """``garments``, or ``garments:SIDE`` for images whose longer side is SIDE pixels."""
+    check_choice("split", split, TRAINING + EVALUATION)
+    _, given, side = data.partition(":")
+    if given and not (side.isascii() and side.isdigit() and int(side) >= SMALLEST_SIDE):
+        raise ValueError(
+            f"{data!r} should be {NAME}, or {NAME}:SIDE with at least {SMALLEST_SIDE} pixels, as {NAME}:320"
+        )
+    return Garments(split in TRAINING, int(side) if given else None)
+
+
+def _target(image_id: int, masks: np.ndarray, labels: Sequence[int]) -> Target:
+    """From masks (n, h, w), none of them empty."""
+    return Target(
+        image_id=image_id,
+        boxes=torch.tensor([_box(mask) for mask in masks], dtype=torch.float32).view(-1, 4),
+        labels=torch.tensor(labels, dtype=torch.int64),
+        masks=torch.from_numpy(masks),
+        crowd=torch.zeros(len(labels), dtype=torch.bool),
+        area=torch.from_numpy(masks.sum((1, 2), dtype=np.float32)),
+    )
+
+
+def _box(mask: np.ndarray) -> tuple[int, int, int, int]:
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    return columns[0], rows[0], columns[-1] + 1, rows[-1] + 1
+
+
+# Backgrounds: parts of photos
 
 TRAINING_PART = 0.75
 """Of a photo's width, from the left; the rest is for validation, so that no pixel is in both."""
@@ -52,7 +120,7 @@ def photo_parts(training: bool) -> tuple[Image.Image, ...]:
 
 
 def random_background(training: bool, longer: int, random: np.random.Generator) -> np.ndarray:
-    """A random crop of a random photo's part, mirrored half of the time: (h, w, 3), uint8, ``longer`` at most."""
+    """A random crop of a random photo's part, flipped half of the time: (h, w, 3), uint8, ``longer`` at most."""
     parts = photo_parts(training)
     part = parts[random.integers(len(parts))]
     aspect = ASPECTS[random.integers(len(ASPECTS))]
@@ -67,11 +135,13 @@ def random_background(training: bool, longer: int, random: np.random.Generator) 
     return np.ascontiguousarray(pixels[:, ::-1]) if random.random() < 0.5 else pixels
 
 
+# Sprites: garments without their background
+
 MARGIN = 3
 """Empty pixels around a garment of 28×28, so that its edges are soft, too."""
 
 SURE = 40
-"""Grey level from which a pixel is garment, however thin; fainter ones are in squares of 3×3, but not in a halo."""
+"""Grey level from which a pixel is garment, however thin; fainter ones are only where they fill a square of 3×3."""
 
 OPENWORK = tuple(FASHION_MNIST_CLASSES.index(name) for name in ("Sandal", "Bag"))
 """Classes through which one can see: straps and handles. Holes in others are black cloth."""
@@ -150,35 +220,37 @@ def _spread(reached: np.ndarray, free: np.ndarray) -> None:
 
 
 def random_sprite(garments: Cutouts, random: np.random.Generator, largest: float) -> Sprite:
-    """A random garment, enlarged 1 to ``largest`` times, turned by up to 30°, mirrored half of the time, and tinted."""
+    """A random garment, enlarged 1 to ``largest`` times, rotated by up to 30°, flipped half of the time, and tinted."""
     index = random.integers(len(garments.classes))
     scale, angle = random.uniform(1, largest), math.radians(random.uniform(-30, 30))
     mirror = -1 if random.random() < 0.5 else 1
     both = (Image.fromarray(array[index]) for array in (garments.grey, garments.masks))
-    turned = np.asarray(_turned(Image.merge("LA", tuple(both)), scale, angle, mirror), dtype=np.float32) / 255
+    rotated = np.asarray(_rotated(Image.merge("LA", tuple(both)), scale, angle, mirror), dtype=np.float32) / 255
     base = np.array(colorsys.hsv_to_rgb(random.random(), random.uniform(0.1, 0.85), random.uniform(0.55, 1)))
-    shade = 0.2 + 0.8 * turned[..., :1]
-    opacity = np.clip((turned[..., 1] - 0.5) * scale + 0.5, 0, 1)
+    shade = 0.2 + 0.8 * rotated[..., :1]
+    opacity = np.clip((rotated[..., 1] - 0.5) * scale + 0.5, 0, 1)
     return Sprite(shade * base.astype(np.float32), opacity, int(garments.classes[index]) + 1)
 
 
-def _turned(image: Image.Image, scale: float, angle: float, mirror: int) -> Image.Image:
-    """The image (with opacity) enlarged and turned, on a canvas that holds it and a margin."""
+def _rotated(image: Image.Image, scale: float, angle: float, mirror: int) -> Image.Image:
+    """The image (with opacity) enlarged and rotated, on a canvas that holds it and a margin."""
     cos, sin = math.cos(angle), math.sin(angle)
     side = math.ceil(image.width * scale * (abs(cos) + abs(sin)))
     rows = ((mirror * cos / scale, mirror * sin / scale), (-sin / scale, cos / scale))
     inverse = [value for a, b in rows for value in (a, b, image.width / 2 - (a + b) * side / 2)]
-    turned = image.transform((side, side), Image.Transform.AFFINE, inverse, Image.Resampling.BICUBIC)
-    left, top, right, bottom = turned.getchannel("A").getbbox() or (0, 0, side, side)
+    rotated = image.transform((side, side), Image.Transform.AFFINE, inverse, Image.Resampling.BICUBIC)
+    left, top, right, bottom = rotated.getchannel("A").getbbox() or (0, 0, side, side)
     margin = round(2 * scale)
-    return turned.crop((left - margin, top - margin, right + margin, bottom + margin))
+    return rotated.crop((left - margin, top - margin, right + margin, bottom + margin))
 
+
+# Sprites on a background
 
 HIDDEN = 0.8
-"""Part of an object beyond which, being hidden, it is left out altogether."""
+"""Hidden part of an object beyond which it is left out altogether."""
 
 CANDIDATES = 3
-"""Random places of which the one farthest from the objects before is taken: overlaps happen, heaps do not."""
+"""Random places of which an object gets the one farthest from those before it: overlaps happen, heaps do not."""
 
 SHADOW = 0.35
 """Darkness of an object's shadow."""
@@ -222,14 +294,14 @@ def visible(placed: Sequence[Placed], height: int, width: int) -> tuple[list[Pla
     """
     owners = _owners(placed, height, width)
     seen = np.bincount(owners.ravel(), minlength=len(placed) + 1)[1:]
-    kept = [
+    remaining = [
         one
         for one, pixels in zip(placed, seen, strict=True)
         if pixels >= (1 - HIDDEN) * np.count_nonzero(one.sprite.mask)
     ]
-    if len(kept) < len(placed):
-        owners = _owners(kept, height, width)
-    return kept, owners == np.arange(1, len(kept) + 1)[:, None, None]
+    if len(remaining) < len(placed):
+        owners = _owners(remaining, height, width)
+    return remaining, owners == np.arange(1, len(remaining) + 1)[:, None, None]
 
 
 def _owners(placed: Sequence[Placed], height: int, width: int) -> np.ndarray:
@@ -257,73 +329,3 @@ def _shadow(opacity: np.ndarray) -> np.ndarray:
     width = sum(opacity.shape) / 80
     soft = Image.fromarray((opacity * 255).astype(np.uint8)).filter(ImageFilter.BoxBlur(width))
     return np.roll(np.asarray(soft, dtype=np.float32) / 255, round(width), axis=0)
-
-
-NAME = "garments"
-ABOUT = "a synthetic composition of real images"
-"""What is to be said wherever such images are shown."""
-
-TRAINING_IMAGES, VALIDATION_IMAGES = 2000, 200
-SIDES = 512, 1600
-"""Smallest and largest longer side, unless one is asked for."""
-
-SMALLEST = 64
-"""Longer side below which garments would fill the images."""
-
-OBJECTS = 3, 12
-LARGEST_SCALE = 4.0
-
-
-class Garments:
-    """:class:`~.dataset.DetectionData` made on the fly: an image is a function of split, number and seed alone."""
-
-    categories = tuple(Category(number, name) for number, name in enumerate(FASHION_MNIST_CLASSES, 1))
-    has_masks = True
-
-    def __init__(self, training: bool, side: int | None = None) -> None:
-        self.training = training
-        self.side = side
-
-    def __len__(self) -> int:
-        return TRAINING_IMAGES if self.training else VALIDATION_IMAGES
-
-    def with_objects(self) -> Sequence[int]:
-        return range(len(self))
-
-    def read(self, index: int, seed: int | None = None) -> tuple[Image.Image, Target]:
-        random = np.random.default_rng(derive("garments", int(self.training), index, 0 if seed is None else seed))
-        longer = int(random.integers(SIDES[0], SIDES[1] + 1)) if self.side is None else self.side
-        background = random_background(self.training, longer, random)
-        height, width = background.shape[:2]
-        garments = cutouts(self.training)
-        count = int(random.integers(OBJECTS[0], OBJECTS[1] + 1))
-        sprites = [random_sprite(garments, random, LARGEST_SCALE) for _ in range(count)]
-        placed, masks = visible(place(sprites, height, width, random), height, width)
-        labels = [one.sprite.label for one in placed]
-        return Image.fromarray(paint(background, placed)), _target(index + 1, masks, labels)
-
-
-def open_garments(data: str, split: str) -> Garments:
-    """``garments``, or ``garments:SIDE`` for images whose longer side is SIDE pixels."""
-    check_choice("split", split, TRAINING + EVALUATION)
-    _, given, side = data.partition(":")
-    if given and not (side.isascii() and side.isdigit() and int(side) >= SMALLEST):
-        raise ValueError(f"{data!r} should be {NAME}, or {NAME}:SIDE with at least {SMALLEST} pixels, as {NAME}:320")
-    return Garments(split in TRAINING, int(side) if given else None)
-
-
-def _target(image_id: int, masks: np.ndarray, labels: Sequence[int]) -> Target:
-    """From masks (n, h, w), none of them empty."""
-    return Target(
-        image_id=image_id,
-        boxes=torch.tensor([_box(mask) for mask in masks], dtype=torch.float32).view(-1, 4),
-        labels=torch.tensor(labels, dtype=torch.int64),
-        masks=torch.from_numpy(masks),
-        crowd=torch.zeros(len(labels), dtype=torch.bool),
-        area=torch.from_numpy(masks.sum((1, 2), dtype=np.float32)),
-    )
-
-
-def _box(mask: np.ndarray) -> tuple[int, int, int, int]:
-    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-    return columns[0], rows[0], columns[-1] + 1, rows[-1] + 1

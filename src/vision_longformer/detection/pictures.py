@@ -1,4 +1,4 @@
-"""Images with what is in them: translucent masks, boxes, names and scores."""
+"""Images with their detections drawn into them: translucent masks, boxes, names and scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
 from ..files import written_whole
-from .detections import Found
+from .detections import Detection, Patch
 
 COLOURS = (
     (230, 57, 70),
@@ -33,41 +33,42 @@ DRAWN = 900
 OPACITY = 0.42
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 
+Colour = tuple[int, int, int]
 Area = tuple[int, int, int, int]
+"""Left, top, right, bottom."""
 
 
-def draw_objects(image: Image.Image, objects: Sequence[Found], names: Sequence[str]) -> Image.Image:
-    """The image with its objects, the best on top; ``names`` are those of the labels from 1 on."""
+def draw_detections(image: Image.Image, detections: Sequence[Detection], names: Sequence[str]) -> Image.Image:
+    """The image with its detections, the best on top; ``names`` are those of the labels from 1 on."""
     scale = max(1.0, DRAWN / max(image.size))
     size = round(image.width * scale), round(image.height * scale)
-    shown = image.resize(size, Image.Resampling.BICUBIC) if scale > 1 else image.copy()
+    canvas = image.resize(size, Image.Resampling.BICUBIC) if scale > 1 else image.copy()
     line = max(2, round(max(size) / 450))
-    below_first = list(reversed(objects))
-    for one in below_first:
-        if one.mask is not None and one.mask.pixels.size:
-            _tint(shown, one, scale, line)
-    draw = ImageDraw.Draw(shown)
-    boxes = [tuple(round(value * scale) for value in one.box) for one in below_first]
-    for one, box in zip(below_first, boxes, strict=True):
-        draw.rectangle(box, outline=_colour(one.label), width=line)
+    worst_first = list(reversed(detections))
+    for detection in worst_first:
+        if detection.mask is not None and detection.mask.pixels.size:
+            _tint(canvas, detection.mask, _colour(detection.label), scale, line)
+    draw = ImageDraw.Draw(canvas)
+    for detection in worst_first:
+        box = tuple(round(value * scale) for value in detection.box)
+        draw.rectangle(box, outline=_colour(detection.label), width=line)
     font = _font(max(13, round(max(size) / 68)))
     taken: list[Area] = []
-    for one in objects:
-        _name(draw, one, names[one.label - 1], scale, font, taken)
-    return shown
+    for detection in detections:
+        _tag(draw, detection, names[detection.label - 1], scale, font, taken)
+    return canvas
 
 
-def _tint(image: Image.Image, one: Found, scale: float, line: int) -> None:
-    """Colour the object's pixels, and draw their outline; in place."""
-    assert one.mask is not None
-    rows, columns = one.mask.pixels.shape
+def _tint(image: Image.Image, mask: Patch, colour: Colour, scale: float, line: int) -> None:
+    """Colour the pixels of a mask, and draw their outline; in place."""
+    rows, columns = mask.pixels.shape
     size = max(1, round(columns * scale)), max(1, round(rows * scale))
-    mask = Image.fromarray(one.mask.pixels.astype(np.uint8) * 255).resize(size, Image.Resampling.BILINEAR)
-    inside = np.asarray(mask) > 127
+    scaled = Image.fromarray(mask.pixels.astype(np.uint8) * 255).resize(size, Image.Resampling.BILINEAR)
+    inside = np.asarray(scaled) > 127
     opacity = np.where(inside, 255 * OPACITY, 0).astype(np.uint8)
     opacity[inside & ~_shrunk(inside, max(1, line // 2))] = 255
-    place = round(one.mask.left * scale), round(one.mask.top * scale)
-    image.paste(_colour(one.label), (*place, place[0] + size[0], place[1] + size[1]), Image.fromarray(opacity))
+    left, top = round(mask.left * scale), round(mask.top * scale)
+    image.paste(colour, (left, top, left + size[0], top + size[1]), Image.fromarray(opacity))
 
 
 def _shrunk(mask: np.ndarray, pixels: int) -> np.ndarray:
@@ -78,12 +79,17 @@ def _shrunk(mask: np.ndarray, pixels: int) -> np.ndarray:
     return mask
 
 
-def _name(
-    draw: ImageDraw.ImageDraw, one: Found, name: str, scale: float, font: ImageFont.FreeTypeFont, taken: list[Area]
+def _tag(
+    draw: ImageDraw.ImageDraw,
+    detection: Detection,
+    name: str,
+    scale: float,
+    font: ImageFont.FreeTypeFont,
+    taken: list[Area],
 ) -> None:
-    """A tag at the box's corner where it covers no other tag, if there is such a corner."""
-    text = name if one.score is None else f"{name} {one.score:.0%}"
-    left, top, right, bottom = (round(value * scale) for value in one.box)
+    """Name and score at the corner of the box where they cover no other tag, if there is such a corner."""
+    text = f"{name} {detection.score:.0%}"
+    left, top, right, bottom = (round(value * scale) for value in detection.box)
     pad = max(2, round(font.size / 5))
     width, height = round(font.getlength(text)) + 2 * pad, round(font.size * 1.2) + pad
     corners = (
@@ -97,7 +103,7 @@ def _name(
     areas = [_inside(x, y, width, height, draw.im.size) for x, y in corners]
     area = next((area for area in areas if not any(_overlap(area, other) for other in taken)), areas[0])
     taken.append(area)
-    draw.rounded_rectangle(area, radius=pad, fill=_colour(one.label))
+    draw.rounded_rectangle(area, radius=pad, fill=_colour(detection.label))
     draw.text((area[0] + pad, (area[1] + area[3]) / 2), text, font=font, fill="white", anchor="lm")
 
 
@@ -112,7 +118,7 @@ def _overlap(one: Area, other: Area) -> bool:
 
 
 def page(pictures: Sequence[Image.Image], caption: str, *, columns: int = 3, width: int = 1800) -> Image.Image:
-    """Pictures side by side, each in a cell of equal size, below a caption."""
+    """Pictures in rows of ``columns``, each in a cell of equal width, below a caption."""
     gap, head = 12, 52
     side = (width - gap * (columns + 1)) // columns
     rows = [pictures[start : start + columns] for start in range(0, len(pictures), columns)]
@@ -130,7 +136,7 @@ def page(pictures: Sequence[Image.Image], caption: str, *, columns: int = 3, wid
 
 
 def _fitted(picture: Image.Image, side: int) -> Image.Image:
-    """No larger than ``side`` in either direction."""
+    """A copy no larger than ``side`` in either direction."""
     picture = picture.copy()
     picture.thumbnail((side, side), Image.Resampling.LANCZOS)
     return picture
@@ -146,7 +152,7 @@ def save_image(image: Image.Image, path: str | Path, *, overwrite: bool = False)
     return path
 
 
-def _colour(label: int) -> tuple[int, int, int]:
+def _colour(label: int) -> Colour:
     return COLOURS[(label - 1) % len(COLOURS)]
 
 

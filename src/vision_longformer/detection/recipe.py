@@ -1,4 +1,7 @@
-"""A detection run as data: detector, images, beside what every training run has."""
+"""A detection run as data: detector and images, beside what every training run has; and the generated recipes.
+
+Free of torch and timm, so that commands that only list recipes start at once.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..errors import check_choice, check_fraction
+from ..models.config import PAPER_TABLE_RESIZE, TABLE_RESIZES
 from ..models.zoo import MODELS
 from ..training.recipe import BackboneSettings
-from .config import KINDS, DetectorConfig
+from .config import DETECTORS, DetectorConfig
 
 MECHANISMS = {
     "vil": ("local attention, absolute position", 42.9),
@@ -22,18 +26,18 @@ MECHANISMS = {
     "performer": ("Performer", 36.1),
     "partial_performer": ("Performer, then full attention", 42.3),
 }
-"""The mechanisms compared in Mask R-CNN on ViL-Small, and their box AP in the paper."""
+"""The mechanisms compared in Mask R-CNN on ViL-Small: in words, and their box AP in the paper."""
 
-SCALES_3X = [640, 672, 704, 736, 768, 800]
+MIN_SIZES_3X = [640, 672, 704, 736, 768, 800]
 
 
 def _generated() -> dict[str, dict[str, Any]]:
     """Mechanisms in place of ``mask_rcnn_small_1x``'s, and the three times longer schedule of each ``_1x`` recipe."""
     recipes: dict[str, dict[str, Any]] = {}
-    for mechanism, (words, average_precision) in MECHANISMS.items():
+    for mechanism, (words, box_ap) in MECHANISMS.items():
         recipes[f"mask_rcnn_small_1x_{mechanism}"] = {
             "base": "mask_rcnn_small_1x",
-            "about": f"Mechanisms compared: {words}; {average_precision} box AP in the paper",
+            "about": f"Mechanisms compared: {words}; {box_ap} box AP in the paper",
             "model": f"msvit_small_1_2_8_1_{mechanism}",
         }
     for detector, name in (("mask_rcnn", "Mask R-CNN"), ("retinanet", "RetinaNet")):
@@ -43,7 +47,7 @@ def _generated() -> dict[str, dict[str, Any]]:
                 "base": f"{detector}_{size}_1x",
                 "about": f"{about}; give the classifier as --init",
                 "steps": 270_000,
-                "detector_options": {"min_size": SCALES_3X},
+                "detector_options": {"min_size": MIN_SIZES_3X},
             }
     return recipes
 
@@ -56,11 +60,11 @@ class DetectionRecipe(BackboneSettings):
         detector: mask_rcnn or retinanet.
         detector_options: fields of the detector's configuration to change, such as {"min_size": [480]}.
         init: a classification checkpoint (.safetensors) for the backbone; its tables are resized.
-        table_resize: how its relative-position tables change size: offset or bilinear.
-        data: a folder in COCO's form, or the built-in garments (garments:320 for small images).
+        table_resize: how its relative-position tables change size: bilinear, as in the paper, or offset.
+        data: a folder in COCO's format, or the built-in garments (garments:320 for small images).
         train_split: name of the split to train on.
         eval_split: name of the split to evaluate on.
-        skip_bad: pass over images and annotations that make no sense, instead of stopping.
+        skip_bad: skip images and annotations that make no sense, instead of stopping.
         hflip: probability of a horizontal flip.
     """
 
@@ -71,7 +75,7 @@ class DetectionRecipe(BackboneSettings):
     detector: str = "mask_rcnn"
     detector_options: dict[str, Any] = field(default_factory=dict)
     init: str | None = None
-    table_resize: str = "offset"
+    table_resize: str = PAPER_TABLE_RESIZE
     data: str = "coco"
     train_split: str = "train2017"
     eval_split: str = "val2017"
@@ -90,12 +94,12 @@ class DetectionRecipe(BackboneSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("detector", self.detector, KINDS)
-        check_choice("table_resize", self.table_resize, ("offset", "bilinear"))
+        check_choice("detector", self.detector, DETECTORS)
+        check_choice("table_resize", self.table_resize, TABLE_RESIZES)
         check_fraction("hflip", self.hflip)
-        self.config(1)
+        self.detector_config(num_classes=1)
 
-    def config(self, num_classes: int) -> DetectorConfig:
+    def detector_config(self, num_classes: int) -> DetectorConfig:
         """The detector's configuration for so many categories."""
         options = dict(self.model_options)
         if self.model in MODELS:

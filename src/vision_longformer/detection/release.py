@@ -14,13 +14,12 @@ from torchvision.models.detection import MaskRCNN_ResNet50_FPN_Weights
 from ..checkpoint.release import read_pth, translate
 from ..checkpoint.release_names import ReleaseNames, Source, model_names
 from ..errors import CheckpointError
-from ..models.config import ModelConfig
-from .config import DetectorConfig, backbone_config
-from .dataset import Category
+from .config import DetectorConfig
+from .detections import Category
 from .detectors import build_detector
 
 DERIVED = ("pixel_mean", "pixel_std", ".cell_anchors.", "backbone.bottom_up.norm.", "backbone.bottom_up.head.")
-"""Parts of names that have no place here: constants, and what is left of the classifier."""
+"""Parts of names that are not loaded: constants, and what is left of the classifier."""
 
 HEAD_CONVS = 4
 """Convolutions of each of RetinaNet's two heads."""
@@ -87,16 +86,7 @@ def _names(config: DetectorConfig) -> ReleaseNames:
 
 
 def _backbone_names(config: DetectorConfig) -> ReleaseNames:
-    model = backbone_config(config)
-    _check_released(config, model)
-    assert model is not None
-    names = model_names(model)
-    for name in ("norm.weight", "norm.bias"):
-        del names.sources[name]
-    return names
-
-
-def _check_released(config: DetectorConfig, model: ModelConfig | None) -> None:
+    model = config.backbone_config
     if model is None:
         raise ValueError(f"the backbone {config.backbone} is timm's; released detectors are on backbones of ours")
     if any(stage.position == "absolute" for stage in model.stages):
@@ -104,6 +94,10 @@ def _check_released(config: DetectorConfig, model: ModelConfig | None) -> None:
             "released detectors with absolute position cut their tables to the image, where ours are resized; only "
             "those with relative bias can be loaded"
         )
+    names = model_names(model)
+    for name in ("norm.weight", "norm.bias"):
+        del names.sources[name]
+    return names
 
 
 def _add_retinanet(names: ReleaseNames) -> None:
@@ -126,12 +120,12 @@ def _add_mask_rcnn(names: ReleaseNames, mask_layers: int) -> None:
     for layer in range(mask_layers):
         names.linear(f"roi_heads.mask_head.{layer}.0", f"{masks}.mask_fcn{layer + 1}")
     names.linear("roi_heads.mask_predictor.conv5_mask", f"{masks}.deconv")
-    for kind in ("weight", "bias"):
-        score, boxes_of = f"roi_heads.box_predictor.cls_score.{kind}", f"roi_heads.box_predictor.bbox_pred.{kind}"
+    for part in ("weight", "bias"):
+        score, offsets = f"roi_heads.box_predictor.cls_score.{part}", f"roi_heads.box_predictor.bbox_pred.{part}"
         names.sources[score] = Source((score,), _last_first)
-        names.sources[boxes_of] = Source((boxes_of,), lambda rows: _with_background(rows, 4))
-        mask = f"roi_heads.mask_predictor.mask_fcn_logits.{kind}"
-        names.sources[mask] = Source((f"{masks}.predictor.{kind}",), lambda rows: _with_background(rows, 1))
+        names.sources[offsets] = Source((offsets,), lambda rows: _with_background(rows, 4))
+        mask = f"roi_heads.mask_predictor.mask_fcn_logits.{part}"
+        names.sources[mask] = Source((f"{masks}.predictor.{part}",), lambda rows: _with_background(rows, 1))
 
 
 def _last_first(rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Detection as a training task: data, losses, COCO's measures, the saved detector and its pictures."""
+"""Detection as a training task: data, losses, COCO's metrics, the saved detector and its pictures."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from ..training import run
 from ..training.callbacks import Callback
 from ..training.run import TrainedRun
 from ..training.task import TrainingTask
-from .checkpoint import load_backbone, load_named, save_detector
-from .dataset import Batch, DetectionData, DetectionLoader, DetectionShare, open_detection
+from .checkpoint import load_backbone, save_detector
+from .dataset import Batch, DetectionData, EvalSet, TrainSet, open_detection
 from .detectors import build_detector
-from .evaluate import DetectionResult, evaluate_detector
-from .pictures import draw_objects, page, save_image
-from .predict import find_objects
+from .evaluate import evaluate_detector
+from .export import open_detector
+from .pictures import draw_detections, page, save_image
+from .predict import predict_image
 from .recipe import DetectionRecipe
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ PICTURED_SCORE = 0.3
 """Lowest score of what is drawn there: a detector that has just begun is not sure of anything."""
 
 REDRAW_STEPS = 1000
+"""Between new Performer features, as in the paper."""
 
 
 class DetectionTask(TrainingTask):
@@ -48,7 +50,7 @@ class DetectionTask(TrainingTask):
         self.recipe, self.accelerator = recipe, accelerator
         process = Process(accelerator.process_index, accelerator.num_processes)
         train_data, self._eval_data = _open_data(recipe)
-        self.train_set = DetectionLoader(
+        self.train_set = TrainSet(
             train_data,
             seed=recipe.seed,
             batch_size=recipe.batch_size,
@@ -58,15 +60,12 @@ class DetectionTask(TrainingTask):
             hflip=recipe.hflip,
             skip_bad=recipe.skip_bad,
         )
-        self.eval_set = DetectionShare(
-            self._eval_data, process=process, workers=recipe.workers, skip_bad=recipe.skip_bad
-        )
+        self.eval_set = EvalSet(self._eval_data, process=process, workers=recipe.workers, skip_bad=recipe.skip_bad)
         with seeded(derive(recipe.seed, "weights")):
-            self.model = build_detector(recipe.config(len(train_data.categories)))
+            self.model = build_detector(recipe.detector_config(len(train_data.categories)))
         if recipe.init is not None:
             logger.info("%s", load_backbone(self.model, recipe.init, recipe.table_resize))
         self.batches_per_epoch = self.train_set.batches_per_epoch
-        self.result: DetectionResult | None = None
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         device = self.accelerator.device
@@ -81,32 +80,33 @@ class DetectionTask(TrainingTask):
         return total, {name.removeprefix("loss_"): value for name, value in losses.items()}
 
     def evaluate(self, progress: Progress) -> dict[str, float]:
-        self.result = evaluate_detector(self.model, self.eval_set, self.accelerator.device, progress)
-        parts = {"box": self.result.boxes, "mask": self.result.masks}
+        device, precision = self.accelerator.device, self.recipe.precision
+        result = evaluate_detector(self.model, self.eval_set, device, precision, progress)
         return {
             f"{part}_{name}": value
-            for part, measured in parts.items()
-            if measured is not None
-            for name, value in measured.overall.items()
+            for part, metrics in (("box", result.boxes), ("mask", result.masks))
+            if metrics is not None
+            for name, value in metrics.overall.items()
         }
 
     def save(self, path: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.model, options=options)
         if self.accelerator.is_main_process:
-            whole = build_detector(self.recipe.config(len(self.train_set.categories)))
+            whole = build_detector(self.recipe.detector_config(len(self.train_set.categories)))
             whole.load_state_dict(state)
             categories = [category._asdict() for category in self.train_set.categories]
             save_detector(whole, path, info={"categories": categories, "recipe": self.recipe.about}, overwrite=True)
 
     def draw(self, folder: Path) -> None:
-        """A page of evaluation images with what the best detector finds in them."""
-        model, _, categories, _ = load_named(folder / "best.safetensors")
-        names = [category.name for category in categories]
+        """A page of evaluation images with the detections of the best detector."""
+        detector = open_detector(folder / "best.safetensors")
+        names = [category.name for category in detector.categories]
         pictures = []
         for index in range(min(PICTURED, len(self._eval_data))):
             image = self._eval_data.read(index)[0]
-            pictures.append(draw_objects(image, find_objects(model, image, threshold=PICTURED_SCORE), names))
+            detections = predict_image(detector.model, image, threshold=PICTURED_SCORE)
+            pictures.append(draw_detections(image, detections, names))
         where = f"{self.recipe.data}, {self.recipe.eval_split}"
         caption = f"{where}: objects with a score of at least {PICTURED_SCORE}"
         save_image(page(pictures, caption), folder / "predictions.png", overwrite=True)

@@ -9,24 +9,24 @@ from typing import Any
 from ..errors import check_choice
 from ..files import written_whole
 from .runtime import load_exported
-from .writers import encode
+from .writers import encode_metadata
 
 PRECISIONS = ("int8", "bf16")
 
 LINEAR = ("MatMul", "Gemm")
-"""Operators of linear layers; of those, the ones whose second factor is a weight are quantised."""
+"""Operators of linear layers; those whose second factor is a weight are quantised."""
 
 
 def quantise(path: str | Path, to: str, output: str | Path | None = None, *, overwrite: bool = False) -> Path:
-    """Write an exported ``.onnx`` file anew with smaller weights, as ``NAME_int8.onnx`` by default.
+    """Write an exported ``.onnx`` file with smaller weights, as ``NAME_int8.onnx`` by default.
 
-    What the file says about itself stays as it is, with its ``precision`` added, so that it is used as before.
+    Its metadata stay as they are, with ``precision`` added, so that the file is used as before.
 
     Args:
         path: the file, of a classifier, backbone or detector.
         to: int8: linear layers multiply 8-bit integers, weights scaled per output, inputs per batch, so that an image's
-            result depends a little on its batch. bf16: weights are stored in 16 bits and computed with in float32, for
-            onnxruntime has no bf16 matrix products on CPUs; this halves the file and nothing else.
+            result depends a little on its batch. bf16: weights are stored in 16 bits and cast to float32 to compute,
+            since onnxruntime has no bf16 matrix products on CPUs; this halves the file and nothing else.
         output: where to write.
         overwrite: replace an existing file.
     """
@@ -41,7 +41,7 @@ def quantise(path: str | Path, to: str, output: str | Path | None = None, *, ove
     if "precision" in metadata:
         raise ValueError(f"{path} is in {metadata['precision']} already; quantise the file that it was made from")
     with written_whole(output, overwrite=overwrite) as temporary:
-        _write(_in_int8(path) if to == "int8" else _in_bf16(path), {**metadata, "precision": to}, temporary)
+        _write(_to_int8(path) if to == "int8" else _to_bf16(path), {**metadata, "precision": to}, temporary)
         load_exported(temporary)
     return output
 
@@ -50,11 +50,11 @@ def _write(model: Any, metadata: dict[str, Any], path: Path) -> None:
     import onnx
 
     del model.metadata_props[:]
-    onnx.helper.set_model_props(model, encode(metadata))
+    onnx.helper.set_model_props(model, encode_metadata(metadata))
     onnx.save(model, path)
 
 
-def _in_int8(path: Path) -> Any:
+def _to_int8(path: Path) -> Any:
     """Linear layers in int8.
 
     The weights use seven of the eight bits: processors without VNNI add products in pairs of 16 bits, which eight
@@ -65,7 +65,7 @@ def _in_int8(path: Path) -> Any:
     from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 
     model = onnx.load(path)
-    del model.graph.value_info[:]  # shapes are inferred anew; those of weights that are transposed would be wrong
+    del model.graph.value_info[:]  # shapes are inferred again; those of transposed weights would be wrong
     add_pre_process_metadata(model)  # the exporter has optimised the graph, and no warning asks for it
     with TemporaryDirectory() as folder:
         quantised = Path(folder) / path.name
@@ -73,7 +73,7 @@ def _in_int8(path: Path) -> Any:
         return onnx.load(quantised)
 
 
-def _in_bf16(path: Path) -> Any:
+def _to_bf16(path: Path) -> Any:
     """Matrices, kernels and tables in bf16, each with a cast to float32 behind it; vectors are small and stay."""
     import ml_dtypes
     import onnx

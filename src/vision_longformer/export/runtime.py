@@ -1,4 +1,4 @@
-"""An exported file, running: called on images like the model that it was made from."""
+"""An exported file, running: called on tensors like the module that it was made from, by onnxruntime or PyTorch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
-from ..models.config import ModelConfig
-from .writers import METADATA_FILE, check_onnx, decode
+from ..errors import CheckpointError, first_line
+from .writers import METADATA_FILE, check_onnx, decode_metadata
 
 Run = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """From the inputs of a file to its outputs, all on the CPU."""
@@ -29,11 +28,6 @@ class ExportedModel(nn.Module):
         super().__init__()
         self.metadata = metadata
         self._run = run
-
-    @property
-    def config(self) -> ModelConfig:
-        """Of a classifier or backbone: what the model in the file is."""
-        return ModelConfig.from_dict(self.metadata["config"])
 
     def forward(self, *inputs: Tensor) -> Any:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -60,7 +54,7 @@ def load_exported(path: str | Path) -> ExportedModel:
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # readers of damaged files raise nearly anything
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         raise CheckpointError(f"{path} is not a whole {path.suffix} file ({reason}); nothing was loaded") from error
 
 
@@ -81,18 +75,17 @@ def _load_onnx(path: Path) -> ExportedModel:
         feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
         return tuple(torch.from_numpy(x) for x in session.run(None, feed))
 
-    return ExportedModel(run, decode(session.get_modelmeta().custom_metadata_map, path))
+    return ExportedModel(run, decode_metadata(session.get_modelmeta().custom_metadata_map, path))
 
 
 def _load_pt2(path: Path) -> ExportedModel:
     texts = {METADATA_FILE: ""}
-    program = torch.export.load(path, extra_files=texts)
-    module = program.module()
+    module = torch.export.load(path, extra_files=texts).module()
 
     def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return as_tuple(module(*inputs))
 
-    return ExportedModel(run, decode(json.loads(texts[METADATA_FILE] or "{}"), path))
+    return ExportedModel(run, decode_metadata(json.loads(texts[METADATA_FILE] or "{}"), path))
 
 
 SUFFIXES: dict[str, Callable[[Path], ExportedModel]] = {".onnx": _load_onnx, ".pt2": _load_pt2}

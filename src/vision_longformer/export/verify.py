@@ -1,12 +1,10 @@
-"""Whether a file computes what its model does.
-
-From a module to a file that was seen to compute the same: what the export of any kind of model shares.
-"""
+"""From a module to a file that was seen to compute the same; a file that does not is removed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +17,14 @@ from ..files import written_whole
 from .runtime import as_tuple, load_exported
 from .writers import Shapes, check_onnx, trace, write_onnx, write_pt2
 
+FORMATS = ("onnx", "pt2")
+
 TOLERANCE = 1e-4
 """Largest difference of an output in float32, relative to its largest value, or to 1 if that is smaller."""
 
 
 class ExportError(ValueError):
-    """An exported file does not compute what its model does; it was not kept."""
+    """An exported file does not compute what its model does, and was removed."""
 
 
 class Difference(NamedTuple):
@@ -35,45 +35,16 @@ class Difference(NamedTuple):
     largest: float
 
 
-def compare(run: Callable[..., Any], expected: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Difference:
-    """The worst of the outputs of both functions, compared; too large a difference is an error."""
-    shape = tuple(inputs[0].shape)
-    with torch.no_grad():
-        pairs = zip(as_tuple(run(*inputs)), as_tuple(expected(*inputs)), strict=True)
-    worst = max((_difference(shape, *pair) for pair in pairs), key=lambda one: one.difference / one.largest)
-    if not worst.difference <= TOLERANCE * worst.largest:
-        raise ExportError(
-            f"the exported file differs from its model by {worst.difference:.2g} on an input of {shape}, where outputs "
-            f"reach {worst.largest:.2g}; no file was kept"
-        )
-    return worst
-
-
-def _difference(shape: tuple[int, ...], got: Tensor, wanted: Tensor) -> Difference:
-    if got.shape != wanted.shape:
-        raise ExportError(
-            f"the exported file makes {tuple(got.shape)} of an input of {shape}, its model {tuple(wanted.shape)}; "
-            "no file was kept"
-        )
-    if not got.numel():
-        return Difference(shape, 0.0, 1.0)
-    error = (got.double() - wanted.double()).abs().max().item()
-    return Difference(shape, error, max(1.0, wanted.abs().max().item()))
-
-
-FORMATS = ("onnx", "pt2")
-
-
 @dataclass(frozen=True)
-class Exported:
-    """A file that was written, what it says about itself, and how far it was off at the sizes that were tried."""
+class ExportedFile:
+    """A file that was written, what it says about itself, and how far it was off on each example."""
 
     path: Path
     metadata: dict[str, Any]
     differences: tuple[Difference, ...]
 
 
-def export_checked(
+def export_verified(
     module: nn.Module,
     examples: Sequence[tuple[Tensor, ...]],
     path: str | Path,
@@ -86,7 +57,7 @@ def export_checked(
     expected: Callable[..., Any] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> Exported:
+) -> ExportedFile:
     """Trace ``module`` on the first example, write the file, and compare its outputs on all examples.
 
     ``expected`` is what they are compared with, ``module`` itself by default. The file appears only if they agree.
@@ -108,12 +79,12 @@ def export_checked(
         else:
             write_pt2(program, temporary, metadata=metadata)
         step()
-        run = load_exported(temporary)
+        exported = load_exported(temporary)
         differences = []
         for example in examples:
-            differences.append(compare(run, expected or module, example))
+            differences.append(compare(exported, expected or module, example))
             step()
-    return Exported(path, dict(metadata), tuple(differences))
+    return ExportedFile(path, dict(metadata), tuple(differences))
 
 
 def check_target(path: str | Path, format: str) -> Path:
@@ -125,3 +96,35 @@ def check_target(path: str | Path, format: str) -> Path:
     if format == "onnx":
         check_onnx()
     return path
+
+
+def compare(run: Callable[..., Any], expected: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Difference:
+    """The worst of the outputs of both functions, compared; too large a difference is an error."""
+    shape = tuple(inputs[0].shape)
+    with torch.no_grad():
+        pairs = zip(as_tuple(run(*inputs)), as_tuple(expected(*inputs)), strict=True)
+    worst = max((_difference(shape, *pair) for pair in pairs), key=_relative)
+    if not _relative(worst) <= TOLERANCE:
+        raise ExportError(
+            f"the exported file differs from its model by {worst.difference:.2g} on an input of {shape}, where outputs "
+            f"reach {worst.largest:.2g}; no file was written"
+        )
+    return worst
+
+
+def _difference(shape: tuple[int, ...], got: Tensor, wanted: Tensor) -> Difference:
+    if got.shape != wanted.shape:
+        raise ExportError(
+            f"the exported file makes {tuple(got.shape)} of an input of {shape}, its model {tuple(wanted.shape)}; "
+            "no file was written"
+        )
+    if not got.numel():
+        return Difference(shape, 0.0, 1.0)
+    error = (got.double() - wanted.double()).abs().max().item()
+    return Difference(shape, error, max(1.0, wanted.abs().max().item()))
+
+
+def _relative(difference: Difference) -> float:
+    """NaN counts as worse than any number."""
+    relative = difference.difference / difference.largest
+    return inf if isnan(relative) else relative

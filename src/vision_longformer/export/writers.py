@@ -1,12 +1,4 @@
-"""What an exported file says about itself: JSON values by name, the same in both formats.
-
-Every file has ``format``, ``version`` (of this package), ``kind`` (``"classifier"``, ``"backbone"`` or ``"detector"``),
-``config`` and ``dynamic`` (whether it takes images of any size). Classifiers and backbones add the fields of
-:class:`~vision_longformer.classification.preprocessing.Preprocessing`: ``size``, ``mean``, ``std``, ``crop_pct``,
-``interpolation`` and ``classes``.
-
-A module as a traced program, and the program as a file.
-"""
+"""A module as a traced program, the program as a file, and what the file says about itself."""
 
 from __future__ import annotations
 
@@ -27,45 +19,19 @@ from ..errors import CheckpointError
 
 FORMAT = "vision_longformer_export/1"
 
-
-def file_metadata(kind: str, config: Mapping[str, Any], *, dynamic: bool, **details: Any) -> dict[str, Any]:
-    """The metadata of a file; ``details`` are further JSON values."""
-    common = {"format": FORMAT, "version": version("vision-longformer"), "kind": kind, "dynamic": dynamic}
-    return {**common, "config": dict(config), **details}
-
-
-def encode(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Text by name, as ONNX has it; text stays as it is, so that other programs can read it."""
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
-
-
-def decode(texts: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """The inverse of :func:`encode`; a file of others is refused."""
-    if texts.get("format") != FORMAT:
-        raise CheckpointError(f"{path} was not written by 'vil export', and does not say what its outputs mean")
-    return {name: _value(text) for name, text in texts.items()}
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
 METADATA_FILE = "metadata.json"
 """The name of the metadata inside a ``.pt2`` file."""
 
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+
 Shapes = tuple[dict[int, Dim], ...] | None
 """For each input, the axes that may vary, as named dimensions; None if none may."""
-
-ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
 def trace(module: nn.Module, inputs: tuple[Tensor, ...], dynamic_shapes: Shapes = None) -> ExportedProgram:
     """The operations of ``module`` on ``inputs``, for all sizes that ``dynamic_shapes`` admits.
 
-    Sizes of 1 are traced like any other ones: usually they are taken to be constant, as they may be broadcast, and a
+    Sizes of 1 are traced like any other ones: usually they are assumed to be constant, as they may be broadcast, and a
     file for any size would then refuse a map of one chunk or an image alone in its batch.
     """
     any_size = symbolic.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]  # as torch.onnx does
@@ -98,13 +64,13 @@ def write_onnx(
     assert converted is not None
     for node in converted.model.graph.all_nodes():
         node.metadata_props.clear()  # where in whose file system the operation was traced
-    converted.model.metadata_props.update(encode(metadata))
+    converted.model.metadata_props.update(encode_metadata(metadata))
     converted.save(path, external_data=False)
 
 
 def write_pt2(program: ExportedProgram, path: Path, *, metadata: Mapping[str, Any]) -> None:
     """Write a program as ``torch.export.load`` reads it."""
-    torch.export.save(program, path, extra_files={METADATA_FILE: json.dumps(encode(metadata))})
+    torch.export.save(program, path, extra_files={METADATA_FILE: json.dumps(encode_metadata(metadata))})
 
 
 def check_onnx(packages: Sequence[str] = ONNX_PACKAGES) -> None:
@@ -114,3 +80,33 @@ def check_onnx(packages: Sequence[str] = ONNX_PACKAGES) -> None:
         raise ValueError(
             f"ONNX needs {', '.join(missing)}; install with: pip install 'vision-longformer[export]', or use .pt2 files"
         )
+
+
+def file_metadata(model_type: str, config: Mapping[str, Any], *, dynamic: bool, **details: Any) -> dict[str, Any]:
+    """What a file says about itself: JSON values by name, the same in both formats.
+
+    Every file has ``format``, ``version`` (of this package), ``kind`` (``model_type``: "classifier", "backbone" or
+    "detector"), ``config`` (of the model) and ``dynamic`` (whether it takes images of any size). ``details`` are the
+    task's own.
+    """
+    common = {"format": FORMAT, "version": version("vision-longformer"), "kind": model_type, "dynamic": dynamic}
+    return {**common, "config": dict(config), **details}
+
+
+def encode_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Text by name, as ONNX has it; text stays as it is, so that other programs can read it."""
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
+
+
+def decode_metadata(texts: Mapping[str, str], path: Path) -> dict[str, Any]:
+    """The inverse of :func:`encode_metadata`; a file that was not written here is refused."""
+    if texts.get("format") != FORMAT:
+        raise CheckpointError(f"{path} was not written by 'vil export', and does not say what its outputs mean")
+    return {name: _decode(text) for name, text in texts.items()}
+
+
+def _decode(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -37,14 +37,14 @@ def detect_predict(
     import torch
 
     from ...data.images import image_files
-    from ...detection.checkpoint import load_named
     from ...detection.detections import coco_result
-    from ...detection.pictures import draw_objects, save_image
+    from ...detection.export import open_detector
+    from ...detection.pictures import draw_detections, save_image
     from ...detection.predict import predict
 
     files = image_files(images)
     pictures = [None] * len(files) if output is None else picture_paths(files, Path(output))
-    detector = load_named(checkpoint)
+    detector = open_detector(checkpoint)
     model = detector.model.to("cuda" if torch.cuda.is_available() else "cpu")
     names = [category.name for category in detector.categories]
     predictions = predict(model, files, threshold=threshold, tile=tile)
@@ -52,9 +52,9 @@ def detect_predict(
     for number, (prediction, path) in enumerate(zip(predictions, pictures, strict=True), 1):
         image = prediction.image
         if path is not None:
-            save_image(draw_objects(image, prediction.objects, names), path)
+            save_image(draw_detections(image, prediction.detections, names), path)
         if json:
-            for one in prediction.objects:
+            for one in prediction.detections:
                 result = coco_result(one, number, detector.categories, (image.height, image.width))
                 results.append({"file": prediction.file, **result})
         else:
@@ -64,11 +64,11 @@ def detect_predict(
 
 
 def _print_objects(prediction: Prediction, names: Sequence[str], picture: Path | None) -> None:
-    print_line(f"{prediction.file}: {len(prediction.objects)} found")
-    if prediction.objects:
+    print_line(f"{prediction.file}: {len(prediction.detections)} found")
+    if prediction.detections:
         rows = [
-            (names[one.label - 1], f"{100 * (one.score or 0):.1f}", *(f"{value:.0f}" for value in one.box))
-            for one in prediction.objects
+            (names[one.label - 1], f"{100 * one.score:.1f}", *(f"{value:.0f}" for value in one.box))
+            for one in prediction.detections
         ]
         print_table("", ("category", "%", "left", "top", "right", "bottom"), rows)
     if picture is not None:

@@ -47,12 +47,12 @@ def test_whole_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four tiles, the last is kept for evaluation; the elm is where its centre is, and cut there."""
+    """Of four tiles, the last is for evaluation; the elm is where its centre is, and cut there."""
     output = _converted(tmp_path, monkeypatch, "--tile", "50", "--validation", "4", "--name", "tree")
     data = CocoData(output, "train")
     images, targets = zip(*(data.read(index) for index in range(len(data))), strict=True)
     assert [image.size for image in images] == [(50, 30)] * 3
     assert [target.boxes.tolist() for target in targets] == [[[10, 10, 30, 30]], [[0, 5, 20, 25]], []]
     assert [category.name for category in data.categories] == ["tree"]
-    (kept,) = json.loads((output / "validation.json").read_text())["annotations"]
-    assert (kept["bbox"], kept["area"], kept["image_id"]) == ([40, 15, 10, 15], 150, 4)
+    (annotation,) = json.loads((output / "validation.json").read_text())["annotations"]
+    assert (annotation["bbox"], annotation["area"], annotation["image_id"]) == ([40, 15, 10, 15], 150, 4)

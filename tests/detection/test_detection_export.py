@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import SMALL_MODELS
 from PIL import Image
 from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from vision_longformer.cli.detect.predict import detect_predict
 from vision_longformer.cli.export import export
-from vision_longformer.detection import export as detectors
-from vision_longformer.detection import export as exported
-from vision_longformer.detection.checkpoint import load_named, save_detector
-from vision_longformer.detection.config import KINDS, DetectorConfig
+from vision_longformer.detection import export as detection_export
+from vision_longformer.detection.checkpoint import save_detector
+from vision_longformer.detection.config import DETECTORS, DetectorConfig
 from vision_longformer.detection.detectors import build_detector
 from vision_longformer.detection.export import (
     ExportedDetector,
@@ -27,6 +25,7 @@ from vision_longformer.detection.export import (
     RetinaNetGraph,
     export_detector,
     load_exported_detector,
+    open_detector,
 )
 from vision_longformer.errors import CheckpointError
 from vision_longformer.export.runtime import ExportedModel
@@ -41,19 +40,11 @@ GRAPHS = {"retinanet": RetinaNetGraph, "mask_rcnn": MaskRCNNGraph}
 CATEGORIES = [{"id": 10 * number, "name": name} for number, name in enumerate(("cat", "dog", "cow"), 1)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _small_backbone() -> Any:
-    """A small model among those of the zoo."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(zoo.MODELS, "vil", SMALL_MODELS["vil"])
-        yield
-
-
-def small(kind: str, **options: Any) -> Any:
+def small(detector: str, **options: Any) -> Any:
     """A detector on two stages that finds much in every image, with weights large enough to matter."""
     torch.manual_seed(3)
     config = DetectorConfig(
-        kind,
+        detector,
         "vil",
         3,
         levels=(1, 2),
@@ -70,7 +61,7 @@ def small(kind: str, **options: Any) -> Any:
     for parameter in model.parameters():
         with torch.no_grad():
             parameter.add_(0.15 * torch.randn_like(parameter))
-    if kind == "retinanet":
+    if detector == "retinanet":
         with torch.no_grad():
             model.head.classification_head.cls_logits.weight.mul_(0.2)  # scores that differ from 1 and from each other
             model.head.regression_head.bbox_reg.weight.mul_(0.2)
@@ -82,23 +73,23 @@ def image(height: int, width: int) -> Tensor:
     return torch.rand(3, height, width, generator=torch.Generator().manual_seed(4))
 
 
-def found(model: nn.Module, picture: Tensor) -> dict[str, Tensor]:
+def detect(model: nn.Module, picture: Tensor) -> dict[str, Tensor]:
     with torch.no_grad():
         return model([picture])[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("detector", DETECTORS)
 @pytest.mark.parametrize("threshold", [0.2, 1.0])
-def test_the_graph_finds_what_the_detector_finds(kind: str, threshold: float) -> None:
+def test_the_graph_finds_what_the_detector_finds(detector: str, threshold: float) -> None:
     """To the last bit, masks included, and also if that is nothing."""
-    model, picture = small(kind, score_threshold=threshold), image(*SIZE)
-    expected = found(model, picture)
+    model, picture = small(detector, score_threshold=threshold), image(*SIZE)
+    expected = detect(model, picture)
     if threshold == 1:
         assert not len(expected["boxes"])
     else:
         assert len(expected["boxes"]) == 20
         assert len(expected["labels"].unique()) >= 2
-    graph = GRAPHS[kind](model, SIZE).eval()
+    graph = GRAPHS[detector](model, SIZE).eval()
     with torch.no_grad():
         got = dict(zip(graph.outputs, graph(picture), strict=True))
     if "masks" in got:
@@ -145,35 +136,35 @@ FILES = [
 @pytest.fixture(scope="module", params=FILES)
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A detector's checkpoint, and the file that ``vil export`` makes of it."""
-    kind, format = request.param
+    detector, format = request.param
     folder = tmp_path_factory.mktemp("export")
-    checkpoint = save_detector(small(kind), folder / "d.safetensors", info={"categories": CATEGORIES})
+    checkpoint = save_detector(small(detector), folder / "d.safetensors", info={"categories": CATEGORIES})
     export(str(checkpoint), format=format, size=f"{SIZE[0]}x{SIZE[1]}")
     return checkpoint, folder / f"d.{format}"
 
 
 def test_a_file_in_place_of_the_checkpoint(files: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
     checkpoint, file = files
-    original, detector = load_named(checkpoint), load_named(file)
+    original, detector = open_detector(checkpoint), open_detector(file)
     assert detector[1:] == original[1:]
     assert isinstance(detector.model, ExportedDetector)
     assert detector.model.size == SIZE
     for size in (SIZE, (2 * SIZE[0], 2 * SIZE[1])):
         picture = image(*size)
-        assert_same_objects(found(detector.model, picture), found(original.model, picture))
+        assert_same_objects(detect(detector.model, picture), detect(original.model, picture))
     photo = tmp_path / "photo.png"
     Image.fromarray((255 * image(*SIZE)).byte().permute(1, 2, 0).numpy()).save(photo)
-    told = []
+    results = []
     for model in files:
         detect_predict(str(model), [str(photo)], threshold=0.3, json=True)
-        told.append(json.loads(capsys.readouterr().out))
-    assert len(told[0]) > 5
-    assert {one["category_id"] for one in told[1]} <= {10, 20, 30}
-    scores = [sorted(one["score"] for one in objects) for objects in told]
+        results.append(json.loads(capsys.readouterr().out))
+    assert len(results[0]) > 5
+    assert {one["category_id"] for one in results[1]} <= {10, 20, 30}
+    scores = [sorted(one["score"] for one in objects) for objects in results]
     assert scores[1] == pytest.approx(scores[0], abs=1e-4)
 
 
-def loaded(outputs: tuple[Tensor, ...], seen: list[Tensor], **metadata: Any) -> ExportedModel:
+def exported_model(outputs: tuple[Tensor, ...], seen: list[Tensor], **metadata: Any) -> ExportedModel:
     """A file for images of 32×32 that finds the same in all of them."""
 
     def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -190,7 +181,7 @@ def test_images_are_fitted_into_the_size_of_a_file() -> None:
     """A picture of 20×40 is shrunk to 16×32; what lies in the padding below is no object, nor part of one."""
     boxes = torch.tensor([[0.0, 0, 8, 8], [8, 8, 24, 24], [0, 20, 8, 28]])
     labels, scores, seen = torch.tensor([1, 2, 3]), torch.tensor([0.9, 0.8, 0.7]), []
-    detector = ExportedDetector(loaded((boxes, labels, scores, torch.ones(3, 1, 28, 28)), seen))
+    detector = ExportedDetector(exported_model((boxes, labels, scores, torch.ones(3, 1, 28, 28)), seen))
     (result,) = detector([torch.full((3, 20, 40), 0.25)])
     (whole,) = seen
     assert whole.shape == (3, 32, 32)
@@ -214,24 +205,24 @@ def test_a_file_is_judged_by_the_detector_itself(tmp_path: Path, monkeypatch: py
     def run_instead(graph: nn.Module, examples: list[Any], path: Path, *, expected: Any, **options: Any) -> list[Any]:
         return [compare(graph, expected, example) for example in examples]
 
-    monkeypatch.setattr(detectors, "export_checked", run_instead)
+    monkeypatch.setattr(detection_export, "export_verified", run_instead)
     differences = export_detector(small("retinanet"), tmp_path / "d.onnx", size=SIZE)
     assert [one.difference for one in differences] == [0, 0]  # type: ignore[attr-defined]
-    monkeypatch.setattr(detectors, "RetinaNetGraph", Shifted)
+    monkeypatch.setattr(detection_export, "RetinaNetGraph", Shifted)
     with pytest.raises(ExportError, match=r"differs from its model by 0\.1 "):
         export_detector(small("retinanet"), tmp_path / "d.onnx", size=SIZE)
 
 
 def test_photos_to_compare_on_show_something_that_is_well_decided() -> None:
-    """Nothing is found in the dark one, and what is found in the brightest one hangs on the noise."""
+    """The dark one has no detections, and those of the brightest one depend on the noise."""
 
     def graph(photo: Tensor) -> tuple[Tensor, ...]:
         count, label = int(photo.mean() > 0.25), int(photo.max() > 1)
         return torch.zeros(count, 4), torch.full((count,), label), torch.ones(count)
 
     photos = [torch.full((3, 8, 12), brightness) for brightness in (0.0, 0.5, 1.0)]
-    (telling,) = detectors._telling(graph, photos)  # type: ignore[arg-type]
-    assert telling is photos[1]
+    (decided,) = detection_export._well_decided(graph, photos)  # type: ignore[arg-type]
+    assert decided is photos[1]
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,13 +235,15 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         export_detector(nn.Linear(1, 1), tmp_path / "d.onnx")
     (tmp_path / "broken.onnx").write_bytes(b"no model")
     with pytest.raises(CheckpointError, match=r"broken\.onnx is not a whole \.onnx file"):
-        load_named(tmp_path / "broken.onnx")
+        open_detector(tmp_path / "broken.onnx")
     for metadata, message in (
         ({"kind": "classifier"}, r"x\.onnx is an exported classifier; a detector was asked for"),
         ({"size": [0, 5]}, r"x\.onnx does not describe its detector \(image size is"),
         ({"padding": [0.5]}, r"x\.onnx does not describe its detector"),
     ):
-        monkeypatch.setattr(exported, "load_exported", lambda path, given=metadata: loaded((), [], **given))
+        monkeypatch.setattr(
+            detection_export, "load_exported", lambda path, given=metadata: exported_model((), [], **given)
+        )
         with pytest.raises(CheckpointError, match=message):
             load_exported_detector("x.onnx")
 
@@ -260,20 +253,20 @@ def test_an_onnx_file_finds_more_or_less(tmp_path: Path) -> None:
     model = small("mask_rcnn", score_threshold=0.85)
     path = export_detector(model, tmp_path / "d.onnx", size=SIZE).path
     detector = load_exported_detector(path)
-    assert [len(found(detector, picture)["masks"]) for picture in (image(*SIZE), torch.zeros(3, *SIZE))] == [5, 0]
+    assert [len(detect(detector, picture)["masks"]) for picture in (image(*SIZE), torch.zeros(3, *SIZE))] == [5, 0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("detector", DETECTORS)
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
-def test_detectors_on_vil_tiny(kind: str, format: str, tmp_path: Path) -> None:
-    """At full width with one block per stage; scores are far apart, and twenty objects found in every photo."""
+def test_detectors_on_vil_tiny(detector: str, format: str, tmp_path: Path) -> None:
+    """At full width with one block per stage; scores are far apart, and twenty detections in every photo."""
     torch.manual_seed(0)
     stages = [{**stage, "depth": 1} for stage in zoo.MODELS["vision_longformer_tiny"].to_dict()["stages"]]
-    threshold = {"retinanet": 0.05, "mask_rcnn": 0.2}[kind]
-    config = DetectorConfig(kind, "vision_longformer_tiny", 5, {"stages": stages})
+    threshold = {"retinanet": 0.05, "mask_rcnn": 0.2}[detector]
+    config = DetectorConfig(detector, "vision_longformer_tiny", 5, {"stages": stages})
     model = build_detector(config.override(detections=20, score_threshold=threshold)).eval()
-    if kind == "retinanet":
+    if detector == "retinanet":
         nn.init.normal_(model.head.classification_head.cls_logits.weight, std=1)
     else:
         nn.init.normal_(model.roi_heads.box_predictor.cls_score.weight, std=0.05)
@@ -281,8 +274,8 @@ def test_detectors_on_vil_tiny(kind: str, format: str, tmp_path: Path) -> None:
     exported = export_detector(model, path, format=format, size=(320, 320))
     assert len(exported.differences) == 2
     assert all(one.difference <= 1e-4 * one.largest for one in exported.differences)
-    (photo, *_) = detectors._photos(GRAPHS[kind](detectors._plain_copy(model), (320, 320)))
+    (photo, *_) = detection_export._comparison_photos(GRAPHS[detector](detection_export._plain_copy(model), (320, 320)))
     model.transform.min_size, model.transform.max_size = (320,), 320
-    expected = found(model, photo)
+    expected = detect(model, photo)
     assert len(expected["boxes"]) == 20
-    assert_same_objects(found(load_exported_detector(path), photo), expected)
+    assert_same_objects(detect(load_exported_detector(path), photo), expected)

@@ -11,7 +11,7 @@ import pytest
 from builders import write_garments
 
 from vision_longformer.costs.detection import detection_entries
-from vision_longformer.detection.config import KINDS
+from vision_longformer.detection.config import DETECTORS
 from vision_longformer.detection.recipe import DetectionRecipe
 from vision_longformer.detection.task import DetectionTask, train
 from vision_longformer.training.optimizer import learning_rate
@@ -39,18 +39,18 @@ def test_shipped_recipes(name: str, tmp_path: Path) -> None:
         assert resolve(DetectionRecipe, str(path)) == recipe
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("detector", DETECTORS)
 @pytest.mark.parametrize("size", PEAK_AND_DROP_PATH)
 @pytest.mark.parametrize("length", SCHEDULES)
-def test_training_table_of_the_paper(kind: str, size: str, length: str) -> None:
-    recipe = resolve(DetectionRecipe, f"{kind}_{size}_{length}")
+def test_training_table_of_the_paper(detector: str, size: str, length: str) -> None:
+    recipe = resolve(DetectionRecipe, f"{detector}_{size}_{length}")
     (peak, drop_path), (total, first, second, sizes) = PEAK_AND_DROP_PATH[size], SCHEDULES[length]
-    assert (recipe.detector, recipe.model, recipe.drop_path) == (kind, f"vision_longformer_{size}", drop_path)
+    assert (recipe.detector, recipe.model, recipe.drop_path) == (detector, f"vision_longformer_{size}", drop_path)
     assert (recipe.steps, recipe.batch_size, recipe.optimizer) == (total, 16, "adamw")
     assert (recipe.clip_norm, recipe.weight_decay, recipe.decay, recipe.hflip) == (1.0, 0.05, "all", 0.5)
     assert (recipe.train_split, recipe.eval_split, recipe.eval_every) == ("train2017", "val2017", 1)
     assert recipe.skip_bad
-    assert (recipe.config(80).min_size, recipe.config(80).max_size) == (sizes, 1333)
+    assert (recipe.detector_config(80).min_size, recipe.detector_config(80).max_size) == (sizes, 1333)
     assert _rates(recipe, total, 0, 500, 1000, first - 1) == pytest.approx([0.01 * peak, 0.505 * peak, peak, peak])
     falls = _rates(recipe, total, first, second - 1, second, total - 1)
     assert falls == pytest.approx([0.1 * peak, 0.1 * peak, 0.01 * peak, 0.01 * peak])

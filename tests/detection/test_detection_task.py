@@ -15,8 +15,8 @@ import torch
 from builders import StopAt, write_garments
 
 from vision_longformer.cli.main import main
-from vision_longformer.detection.checkpoint import load_named
 from vision_longformer.detection.evaluate import evaluate
+from vision_longformer.detection.export import open_detector
 from vision_longformer.detection.recipe import DetectionRecipe
 from vision_longformer.detection.task import resume, train
 from vision_longformer.training.checkpointer import latest_checkpoint, load_state
@@ -58,7 +58,7 @@ def trained(coco: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_leaves_a_detector(trained: Path) -> None:
-    model, config, categories, named = load_named(trained / "best.safetensors")
+    model, config, categories, named = open_detector(trained / "best.safetensors")
     assert named
     assert (config.kind, config.num_classes) == ("mask_rcnn", 10)
     assert categories[0].name == "T-shirt/top"

@@ -1,0 +1,78 @@
+"""Detections drawn into images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vision_longformer.detection.detections import Detection, Patch
+from vision_longformer.detection.pictures import COLOURS, DRAWN, draw_detections, page, save_image
+
+
+def _mask(top: int, left: int, height: int, width: int) -> Patch:
+    return Patch(top, left, np.ones((height, width), dtype=bool))
+
+
+def test_objects_are_drawn_where_they_are() -> None:
+    """The mask is tinted, the box has its colour, the name is above it, and the rest is as it was."""
+    image = Image.new("RGB", (1000, 800), (100, 100, 100))
+    drawn = np.asarray(
+        draw_detections(image, [Detection((400, 300, 600, 500), 2, 0.87, _mask(320, 420, 160, 160))], "ab")
+    )
+    colour = np.array(COLOURS[1])
+    assert drawn.shape == (800, 1000, 3)
+    assert drawn[400, 401].tolist() == colour.tolist()
+    assert drawn[400, 500].tolist() == pytest.approx((0.42 * colour + 0.58 * 100).tolist(), abs=2)
+    assert drawn[310, 410].tolist() == [100, 100, 100]
+    name = drawn[278:299, 400:450].reshape(-1, 3)
+    assert (name > 200).all(1).sum() > 20
+    assert (name == colour).all(1).sum() > 100
+    untouched = np.ones((800, 1000), dtype=bool)
+    untouched[270:510, 395:610] = False
+    assert (drawn[untouched] == 100).all()
+    assert np.asarray(image).min() == 100
+
+
+def test_small_images_are_enlarged_and_names_do_not_cover_each_other() -> None:
+    image = Image.new("RGB", (90, 60), "black")
+    twice = [Detection((30, 30, 60, 50), 1, 0.9), Detection((30, 30, 60, 50), 2, 0.8)]
+    drawn = draw_detections(image, twice, ["cat", "dog"])
+    assert drawn.size == (DRAWN, DRAWN * 2 // 3)
+    pixels = np.asarray(drawn).reshape(-1, 3)
+    assert all((pixels == COLOURS[label]).all(1).sum() > 300 for label in (0, 1))
+
+
+def test_names_stay_inside_the_picture() -> None:
+    """At the border as much of a name is seen as in the middle."""
+    image = Image.new("RGB", (900, 900), "black")
+    seen = []
+    for box in ((400, 400, 420, 420), (0, 0, 20, 20), (890, 880, 900, 900), (880, 0, 900, 20)):
+        drawn = np.asarray(draw_detections(image, [Detection(box, 1, 0.5)], ["a rather long name"]))
+        seen.append(int((drawn > 200).all(2).sum()))
+    assert seen[0] > 100
+    assert seen[1:] == pytest.approx([seen[0]] * 3, rel=0.1)
+
+
+def test_page() -> None:
+    pictures = [Image.new("RGB", (100 + 50 * index, 200), (0, 0, 255)) for index in range(4)]
+    sheet = np.asarray(page(pictures, "four pictures", columns=3, width=600))
+    blue = (sheet == (0, 0, 255)).all(2)
+    assert sheet.shape[1] == 600
+    assert blue.sum() > 4 * 90 * 180
+    assert not blue[:50].any()
+    assert (sheet[:50] < 100).all(2).any()
+
+
+def test_pictures_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
+    image = Image.new("RGB", (20, 10), "red")
+    for name, format in (("new/a.png", "PNG"), ("b.jpg", "JPEG"), ("c.JPEG", "JPEG")):
+        with Image.open(save_image(image, tmp_path / name)) as written:
+            assert (written.format, written.size) == (format, (20, 10))
+    with pytest.raises(FileExistsError, match=r"b\.jpg exists"):
+        save_image(image, tmp_path / "b.jpg")
+    save_image(image, tmp_path / "b.jpg", overwrite=True)
+    with pytest.raises(ValueError, match=r"a\.gif should end in \.png, \.jpg, \.jpeg"):
+        save_image(image, tmp_path / "a.gif")

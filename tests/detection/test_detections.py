@@ -1,0 +1,36 @@
+"""Detections and annotated objects in their small form and in COCO's."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+from pycocotools import mask as rle
+
+from vision_longformer.detection.detections import Category, Patch, coco_result, detections_from_output
+
+
+def test_masks_are_kept_without_their_surroundings() -> None:
+    mask = np.zeros((40, 50), dtype=bool)
+    mask[10:13, 20:24] = True
+    patch = Patch.around(mask)
+    assert (patch.top, patch.left, patch.pixels.shape) == (10, 20, (3, 4))
+    assert np.array_equal(patch.on(40, 50), mask)
+    assert not Patch.around(np.zeros((4, 5), dtype=bool)).on(4, 5).any()
+
+
+def test_detections_of_an_output() -> None:
+    output = {
+        "boxes": torch.tensor([[1.0, 2, 3, 4], [5, 6, 9, 10], [0, 0, 1, 1]]),
+        "labels": torch.tensor([2, 1, 2]),
+        "scores": torch.tensor([0.5, 0.75, 0.25]),
+        "masks": torch.zeros(3, 1, 20, 30),
+    }
+    output["masks"][1, 0, 6:10, 5:9] = 0.5
+    detections = detections_from_output(output, 0.5)
+    assert [(one.box, one.label, one.score) for one in detections] == [((5, 6, 9, 10), 1, 0.75), ((1, 2, 3, 4), 2, 0.5)]
+    result = coco_result(detections[0], 7, (Category(44, "bottle"), Category(3, "car")), (20, 30))
+    assert (result["image_id"], result["category_id"], result["bbox"]) == (7, 44, [5, 6, 4, 4])
+    assert rle.decode(json.loads(json.dumps(result))["segmentation"])[6:10, 5:9].sum() == 16
+    assert rle.area(result["segmentation"]) == 16
