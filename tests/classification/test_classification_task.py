@@ -174,6 +174,12 @@ def test_cutmix_weighs_labels_by_the_area_that_stays(images: Path) -> None:
     assert len(shares) == 5
 
 
+def test_images_that_cannot_be_paired_are_refused(images: Path) -> None:
+    with pytest.raises(ValueError, match="a process takes 3 images at once, of a batch_size of 6; Mixup and CutMix"):
+        task_of(images, batch_size=6, accumulate=2, mixup=0.8)
+    assert task_of(images, batch_size=6, accumulate=2).batches_per_epoch == 16
+
+
 def test_features_are_redrawn_less_and_less_often() -> None:
     """Every step of epoch 0, every 6th of epoch 1, every 11th of epoch 2, always at the start of an epoch."""
     for epoch, expected in ((0, list(range(20))), (1, [0, 6, 12, 18]), (2, [0, 11])):
@@ -376,9 +382,9 @@ def test_every_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
     shape = (4, *config.img_size, *((3,) if config.in_chans == 3 else ()))
     generator = np.random.default_rng(0)
     arrays = {
-        f"{split}_{kind}": value
+        f"{split}_{array}": value
         for split in (recipe.train_split, recipe.eval_split)
-        for kind, value in (("x", generator.integers(0, 256, shape, np.uint8)), ("y", np.arange(4)))
+        for array, value in (("x", generator.integers(0, 256, shape, np.uint8)), ("y", np.arange(4)))
     }
     np.savez(tmp_path / "fake.npz", **arrays)
     changes = {"num_images": None, "num_classes": None, "batch_size": 2, "steps": 2, "workers": 0, "log_every": 1}

@@ -16,7 +16,7 @@ CLASSES = ("ant", "bee", "cat", "dog", "eel")
 
 
 def _pictures(folder: Path, **options: Any) -> list[Path]:
-    """Each kind of picture, of random contents."""
+    """One picture of each sort, of random contents."""
     images = torch.randint(256, (11, 1, 28, 28), dtype=torch.uint8)
     labels = torch.arange(11) % 5
     prediction = Prediction("photo.jpg", CLASSES[:3], (0.7, 0.2, 0.1))

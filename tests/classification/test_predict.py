@@ -138,9 +138,9 @@ def test_predict_command(checkpoint: Path, photo: Path, tmp_path: Path, capsys: 
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     for prediction in expected:
         at = rows.index([prediction.file])
-        shown = [row for row in rows[at : at + 6] if row and row[0] in CLASSES]
+        printed = [row for row in rows[at : at + 6] if row and row[0] in CLASSES]
         pairs = zip(prediction.labels, prediction.probabilities, strict=True)
-        assert shown == [[label, f"{100 * probability:.2f}"] for label, probability in pairs]
+        assert printed == [[label, f"{100 * probability:.2f}"] for label, probability in pairs]
     _vil("predict", checkpoint, "--json", photo, second, "--top=2", "--picture", tmp_path / "out")
     data = json.loads(capsys.readouterr().out)
     assert [(row["file"], tuple(row["labels"]), tuple(row["probabilities"])) for row in data] == [

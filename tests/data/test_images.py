@@ -1,4 +1,4 @@
-"""Decoding: every kind of image file comes out upright, in 8 bits and three colours; damaged ones are named."""
+"""Decoding: any image file comes out upright, in 8 bits and three colours; damaged ones are named."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vision_longformer.data.images import LARGEST, ImageError, decode_image
+from vision_longformer.data.images import LARGEST, ImageError, decode_image, image_files
 
 RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
 
 
-def _file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+def _file(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
     file = BytesIO()
-    image.save(file, kind, **options)
+    image.save(file, format, **options)
     return file.getvalue()
 
 
@@ -66,7 +66,7 @@ def test_modes(file: bytes, expected: list[tuple[int, ...]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("levels", "kind", "expected"),
+    ("levels", "format", "expected"),
     [
         (np.array([[0, 257, 32768, 65535]], np.uint16), "PNG", [0, 1, 128, 255]),
         (np.array([[0, 257, 32768, 65535]], np.uint16), "TIFF", [0, 1, 128, 255]),
@@ -78,8 +78,8 @@ def test_modes(file: bytes, expected: list[tuple[int, ...]]) -> None:
         (np.array([[np.nan, 0, 65535]], np.float32), "TIFF", [0, 0, 255]),
     ],
 )
-def test_deep_levels_are_scaled(levels: np.ndarray, kind: str, expected: list[int]) -> None:
-    assert _pixels(decode_image(_file(Image.fromarray(levels), kind))) == [(grey, grey, grey) for grey in expected]
+def test_deep_levels_are_scaled(levels: np.ndarray, format: str, expected: list[int]) -> None:
+    assert _pixels(decode_image(_file(Image.fromarray(levels), format))) == [(grey, grey, grey) for grey in expected]
 
 
 def test_cmyk_jpeg_is_not_inverted() -> None:
@@ -148,3 +148,19 @@ def test_large_images_below_the_limit_are_no_bombs() -> None:
     """Pillow would warn; the file is merely cut short."""
     with pytest.raises(ImageError, match="truncated"):
         decode_image(_bomb(10_000, 10_000))
+
+
+def test_files_that_paths_stand_for(tmp_path: Path) -> None:
+    """Of a folder its own images, whatever the case of their names' ends, in order of the names."""
+    folder = tmp_path / "album"
+    (folder / "inner").mkdir(parents=True)
+    for name in ("b.JPG", "a.png", "notes.txt", "inner/c.png"):
+        (folder / name).write_bytes(b"")
+    single = tmp_path / "single.weird"
+    single.write_bytes(b"")
+    assert image_files([single, folder]) == [single, folder / "a.png", folder / "b.JPG"]
+    with pytest.raises(FileNotFoundError, match=r"there is no image .*nowhere\.jpg"):
+        image_files([folder, "nowhere.jpg"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"the folder .*empty has no images in it \(\.jpg, "):
+        image_files([tmp_path / "empty"])

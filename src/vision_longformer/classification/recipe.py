@@ -64,7 +64,7 @@ class ClassificationRecipe(BackboneSettings):
         data: a folder, .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist.
         train_split: name of the split to train on.
         eval_split: name of the split to evaluate on.
-        num_classes: of streamed data, which cannot be counted; None: as found in the data.
+        num_classes: of streamed data, which cannot be counted; None: as many as the data names.
         num_images: of streamed data: images per epoch.
         skip_bad_images: count and skip images that cannot be read, instead of stopping.
         in_memory: keep decoded images of small data sets (.npz) and augment whole batches at once.

@@ -48,6 +48,7 @@ class ClassificationTask(TrainingTask):
     def __init__(self, recipe: ClassificationRecipe, accelerator: Accelerator) -> None:
         self.recipe, self.accelerator = recipe, accelerator
         process = Process(accelerator.process_index, accelerator.num_processes)
+        micro_batch_size = recipe.batch_size // process.count // recipe.accumulate
         images = open_images(recipe.data, recipe.train_split, num_classes=recipe.num_classes)
         self.model, report = initial_model(recipe, images.classes)
         if report:
@@ -58,14 +59,14 @@ class ClassificationTask(TrainingTask):
             recipe.data,
             recipe.eval_split,
             self.preprocessing,
-            batch_size=recipe.eval_batch_size or max(1, recipe.batch_size // process.count // recipe.accumulate),
+            batch_size=recipe.eval_batch_size or micro_batch_size,
             workers=0 if recipe.in_memory else recipe.workers,
             skip_bad_images=recipe.skip_bad_images,
             process=process,
         )
         self.batches_per_epoch = self.train_set.batches_per_epoch
         self.result: Result | None = None
-        self._mix = _mixing(recipe, len(images.classes))
+        self._mix = _mixing(recipe, len(images.classes), micro_batch_size)
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         device = self.accelerator.device
@@ -119,10 +120,15 @@ class ClassificationTask(TrainingTask):
         return step_of_epoch % (1 + 5 * epoch) == 0
 
 
-def _mixing(recipe: ClassificationRecipe, classes: int) -> Mixup | None:
+def _mixing(recipe: ClassificationRecipe, classes: int, micro_batch_size: int) -> Mixup | None:
     """Mixup and CutMix, which also smooth the labels."""
     if not (recipe.mixup or recipe.cutmix):
         return None
+    if micro_batch_size % 2:
+        raise ValueError(
+            f"a process takes {micro_batch_size} images at once, of a batch_size of {recipe.batch_size}; "
+            "Mixup and CutMix pair images, so that must be an even number"
+        )
     return Mixup(
         mixup_alpha=recipe.mixup,
         cutmix_alpha=recipe.cutmix,
