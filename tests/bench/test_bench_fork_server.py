@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,18 @@ def test_failures_have_reasons(server: ForkServer, request_: str, seconds: float
         server.call({"do": request_}, seconds)
     assert str(failure.value) == reason
     assert server.call({"do": "answer"}, 60)["text"] == ""
+
+
+def test_a_child_that_is_too_slow_is_ended(tmp_path: Path) -> None:
+    """It does not come to write its file."""
+
+    def write_late(request: dict[str, Any]) -> None:
+        time.sleep(1)
+        (tmp_path / "late").touch()
+
+    with pytest.raises(ChildFailed, match="not done"):
+        ForkServer(write_late).call({}, 0.2)
+    assert not (tmp_path / "late").exists()
 
 
 def test_a_sentence_may_be_an_answer() -> None:

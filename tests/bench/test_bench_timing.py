@@ -107,6 +107,19 @@ def test_failures_are_reasons(clock: Clock) -> None:
     assert samples[1].seconds == [1.0, 1.0]
 
 
+def test_gpu_is_waited_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run until the device is synchronised: 2 s of each call, not the 5 that were still going on before."""
+    pending = [5.0]
+
+    def synchronize(device: torch.device) -> None:
+        clock.advance(sum(pending))
+        pending.clear()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    runnables = {0: Runnable(lambda: pending.append(2.0), 0, 0)}
+    assert time_on_device(runnables, Budget(10, 3, 3, 20), torch.device("cuda"))[0].seconds == [2.0] * 3
+
+
 def test_page_faults_are_counted() -> None:
     """A hundred new pages are a hundred faults."""
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +15,12 @@ from bench_builders import attention_case
 from vision_longformer.bench import worker
 from vision_longformer.bench.cases import FORWARD_BACKWARD, FULL_ATTENTION
 from vision_longformer.bench.timing import Budget
-from vision_longformer.bench.worker import ALLOCATORS, WorkerDied, WorkerError, Workers
+from vision_longformer.bench.worker import WorkerDied, WorkerError, Workers
 
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    with Workers(("default",), torch.device("cpu"), threads=1) as started:
+    with Workers(("default", "kept"), torch.device("cpu"), threads=1) as started:
         yield started
 
 
@@ -60,19 +61,29 @@ def test_memory_failures_have_reasons(workers: Workers) -> None:
         workers.memory(replace(attention_case(), workload=unknown))
 
 
+def _allocator_settings(workers: Workers, allocator: str) -> dict[str, str]:
+    """Settings of the C library's allocator that a worker was started with."""
+    process = workers._processes[allocator]._process
+    lines = Path(f"/proc/{process.pid}/environ").read_text().split("\0")
+    return dict(line.split("=", 1) for line in lines if line.startswith("MALLOC_"))
+
+
+KEPT_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "68719476736", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
+"""Blocks below 64 GiB are never mapped one by one, and what is free at the top of the heap is not given back."""
+
+
+def test_each_allocator_has_its_settings(workers: Workers) -> None:
+    assert _allocator_settings(workers, "default") == {}
+    assert _allocator_settings(workers, "kept") == KEPT_SETTINGS
+
+
 def test_a_dead_worker_is_replaced(workers: Workers) -> None:
-    workers._processes["default"]._process.kill()
+    workers._processes["kept"]._process.kill()
     with pytest.raises(WorkerDied, match=r"^the measuring process was killed, perhaps for want of memory"):
-        workers.refusals([attention_case()])
-    assert workers.refusals([attention_case()]) == [None]
-
-
-def test_allocator_that_keeps_memory() -> None:
-    """Blocks below 64 GiB are never mapped one by one, and what is free at the top of the heap is not given back."""
-    assert ALLOCATORS == {
-        "default": {},
-        "kept": {"MALLOC_MMAP_THRESHOLD_": "68719476736", "MALLOC_TRIM_THRESHOLD_": "68719476736"},
-    }
+        workers.time("kept", [attention_case()], Budget(1e-9, 2, 2, 60.0))
+    (samples,) = workers.time("kept", [attention_case()], Budget(1e-9, 2, 2, 60.0))
+    assert len(samples.seconds) == 2
+    assert _allocator_settings(workers, "kept") == KEPT_SETTINGS
 
 
 def _run_in_child(requests: list[dict[str, object]]) -> list[str]:
@@ -111,3 +122,13 @@ def test_what_libraries_print_is_not_an_answer(monkeypatch: pytest.MonkeyPatch) 
     lines = _run_in_child([{"do": "memory"}, {"do": "refusals"}])
     answer = {"result": {"extra": 1, "inputs": 2, "outputs": 3}}
     assert [json.loads(line) for line in lines] == [{"ready": True}, answer, answer]
+
+
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the request; without any, those that are set."""
+    monkeypatch.setattr(worker, "refusal", lambda *case: str(torch.get_num_threads()))
+    request = {"do": "refusals", "cases": [attention_case().to_dict()], "device": "cpu"}
+    before = str(torch.get_num_threads())
+    _, first, second = _run_in_child([{**request, "threads": None}, {**request, "threads": 3}])
+    assert json.loads(first) == {"result": [before]}
+    assert json.loads(second) == {"result": ["3"]}
