@@ -284,9 +284,7 @@ def test_precision_of_a_checkpoint(garments: Any, tmp_path: Path, monkeypatch: p
     assert len(result.detections) == 7 * 5
     with pytest.raises(ValueError, match="unknown precision 'bf61'; did you mean 'bf16'"):
         evaluate(checkpoint, "garments:160", precision="bf61")
-    with pytest.raises(
-        ValueError, match=r"d\.onnx computes in the precision .*; leave out bf16"
-    ):
+    with pytest.raises(ValueError, match=r"d\.onnx computes in the precision .*; leave out bf16"):
         evaluate("d.onnx", "garments:160", precision="bf16")
 
 

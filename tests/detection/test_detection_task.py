@@ -1,4 +1,4 @@
-"""Training detectors by the loop of classification: what a run leaves, and that it goes on exactly."""
+"""Training detectors: what a run leaves, that it resumes exactly, and that its settings have their effect."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import StopAt, write_garments
+from builders import StopAt, small_detector, write_garments
+from torch import nn
 
 from vision_longformer.cli.main import main
 from vision_longformer.detection.evaluate import evaluate
 from vision_longformer.detection.export import open_detector
 from vision_longformer.detection.recipe import DetectionRecipe
-from vision_longformer.detection.task import resume, train
+from vision_longformer.detection.task import DetectionTask, resume, train
+from vision_longformer.models.vision_longformer import Block
 from vision_longformer.training.checkpointer import latest_checkpoint, load_state
+from vision_longformer.training.distributed import make_accelerator
+from vision_longformer.training.optimizer import parameter_groups
 from vision_longformer.training.recipe import resolve, to_yaml
 from vision_longformer.training.run_directory import RunDirectory
+
+LAYERS = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
 
 SMALL = {"channels": 8, "box_width": 8, "mask_channels": 8, "mask_layers": 1, "min_size": [48, 64], "max_size": 96}
 
@@ -90,6 +97,90 @@ def test_retinanet_learns_without_masks(coco: Path, tmp_path: Path) -> None:
     record = RunDirectory(result.run).records()[0]
     assert record["loss"] == pytest.approx(record["classification"] + record["bbox_regression"], rel=1e-4)
     assert "mask_AP" not in result.results
+
+
+def test_run_directories_are_apart_from_those_of_classifiers(
+    coco: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both tasks have a quick start; the README's runs/quickstart-1 is a classifier's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(DetectionTask, "draw", lambda self, folder: None)
+    brief = settings(coco, epochs=1, steps=1)
+    Path("trees.yaml").write_text("base: quickstart\n")
+    runs = [train(recipe, **brief).run for recipe in ("quickstart", "quickstart", "trees.yaml")]
+    assert runs == [Path("runs/detect-quickstart-1"), Path("runs/detect-quickstart-2"), Path("runs/detect-trees-1")]
+
+
+def test_gradient_checkpointing(coco: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block runs once more in the backward pass, and the step is the same."""
+    monkeypatch.setattr(DetectionTask, "draw", lambda self, folder: None)
+    calls: dict[bool, Counter[Block]] = {False: Counter(), True: Counter()}
+    weights = {}
+    forward = Block.forward
+    for enabled, counter in calls.items():
+
+        def counted(self: Block, *inputs: Any, counter: Counter[Block] = counter) -> torch.Tensor:
+            counter[self] += self.training
+            return forward(self, *inputs)
+
+        monkeypatch.setattr(Block, "forward", counted)
+        brief = settings(coco, epochs=1, steps=1, batch_size=1, optimizer="sgd", lr=1.0, warmup_factor=1.0, ema=None)
+        run = train("quickstart", output=tmp_path / str(enabled), grad_checkpointing=enabled, **brief).run
+        weights[enabled] = open_detector(run / "last.safetensors").model.state_dict()
+    trained = {enabled: [count for count in counter.values() if count] for enabled, counter in calls.items()}
+    assert trained == {False: [1] * len(STAGES), True: [2] * len(STAGES)}
+    for name, expected in weights[False].items():
+        torch.testing.assert_close(weights[True][name], expected)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_precision_of_the_evaluation(
+    precision: str, dtype: torch.dtype, coco: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the task itself: accelerate sees to it only in models that it has wrapped, and not in sharded ones."""
+    recipe = resolve(DetectionRecipe, "quickstart", **settings(coco, precision=precision))
+    task = DetectionTask(recipe, make_accelerator(recipe))
+    dtypes = set()
+    forward = nn.Linear.forward
+
+    def recorded(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        dtypes.add(forward(self, x).dtype)
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", recorded)
+    results = task.evaluate(lambda done, total: None)
+    assert dtypes == {dtype}
+    assert 0 <= results["box_AP"] <= 100
+
+
+BIASES = ("table", "local_to_global", "global_to_local", "global_to_global")
+
+EXEMPT_MATRICES = {
+    "vil": {
+        *(f"stages.{stage}.global_tokens" for stage in (0, 1, 2)),
+        *(f"stages.{stage}.blocks.0.attn.bias.{name}" for stage in (0, 1, 2) for name in BIASES),
+        *(f"stages.2.blocks.1.attn.bias.{name}" for name in BIASES),
+        "stages.3.blocks.0.attn.bias.table",
+    },
+    "vil_ape": {
+        *(f"stages.{stage}.global_tokens" for stage in (0, 1, 2)),
+        *(f"stages.{stage}.position.global_tokens" for stage in (0, 1, 2)),
+        *(f"stages.{stage}.position.{axis}" for stage in (0, 1, 2, 3) for axis in ("rows", "columns")),
+    },
+}
+"""Of the backbone; its last stage has no global tokens, its third has two blocks with relative position."""
+
+
+@pytest.mark.parametrize("backbone", EXEMPT_MATRICES)
+def test_tokens_and_tables_of_a_detector_do_not_decay(backbone: str) -> None:
+    """With ``decay: matrices``, weights of linear layers and convolutions decay, and nothing else does."""
+    model = small_detector("mask_rcnn", backbone=backbone)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decayed, exempt = (group["params"] for group in parameter_groups(model, 0.05, "matrices"))
+    layers = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, LAYERS)}
+    assert {names[parameter] for parameter in decayed} == layers
+    matrices = {names[parameter] for parameter in exempt if parameter.dim() > 1}
+    assert matrices == {f"backbone.body.model.{name}" for name in EXEMPT_MATRICES[backbone]}
 
 
 @pytest.mark.slow
