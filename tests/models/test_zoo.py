@@ -1,4 +1,4 @@
-"""The named models: what they are, as data and on the meta device. Full-size runs are in ``test_zoo_full_size.py``."""
+"""The named models: what they are, as data and on the meta device. ``test_zoo_full_size.py`` runs some of them."""
 
 from __future__ import annotations
 
@@ -81,9 +81,13 @@ def test_the_micro_model() -> None:
     assert [tuple(grid) for grid in model.config.grids((28, 28))] == [(7, 7), (4, 4)]
 
 
+MAPS = {4: (25, 36), 8: (13, 18), 16: (7, 9), 32: (4, 5)}
+"""Height and width of the map of each stride, of an image of 97×143."""
+
+
 @pytest.mark.parametrize("name", PAPER)
 def test_a_named_model_builds(name: str) -> None:
-    """On the meta device: strides up to 32 (16 if flat), and the number of parameters that the release has."""
+    """On the meta device: strides up to 32 (16 if flat), maps of an odd image, as many parameters as released."""
     config = model_config(name)
     with torch.device("meta"):
         model = VisionLongformer(config)
@@ -91,6 +95,12 @@ def test_a_named_model_builds(name: str) -> None:
     reductions = [info["reduction"] for info in model.feature_info]
     assert reductions == {4: [4, 8, 16, 32], 3: [8, 16, 32], 1: [16]}[len(config.stages)]
     assert (model.num_classes, model.num_features) == (1000, config.stages[-1].dim)
+    with torch.no_grad():
+        tokens, maps = model.eval().forward_intermediates(torch.empty(1, 3, 97, 143, device="meta"))
+    for features, stage, reduction in zip(maps, config.stages, reductions, strict=True):
+        assert features.shape == (1, stage.dim, *MAPS[reduction])
+    height, width = MAPS[reductions[-1]]
+    assert tokens.shape == (1, config.stages[-1].global_tokens + height * width, config.stages[-1].dim)
     count = sum(p.numel() for p in model.parameters())
     if name in released_names():
         assert count == RELEASED[released_names()[name]]["n_params"]
