@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
 
 from vision_longformer import ModelConfig, StageConfig, VisionLongformer
-from vision_longformer.classification import ClassificationRecipe, evaluate
-from vision_longformer.classification.dataset import class_names, eval_data
-from vision_longformer.classification.preprocessing import Preprocessing, preprocessing
+from vision_longformer.classification import evaluate
+from vision_longformer.classification.dataset import open_eval_set
+from vision_longformer.classification.export import Comparison, compare_exports, export_model
+from vision_longformer.classification.preprocessing import Preprocessing
 from vision_longformer.cli.quantise import quantise as command
+from vision_longformer.data.sources import FASHION_MNIST_CLASSES
+from vision_longformer.export import load_exported
+from vision_longformer.export.quantise import quantise
 from vision_longformer.models.config import Full
-
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-
-from vision_longformer.classification.export import (  # noqa: E402
-    Comparison,
-    compare_files,
-    export_model,
-)
-from vision_longformer.export import load_exported  # noqa: E402
-from vision_longformer.export.quantise import quantise  # noqa: E402
-
-RECIPE = ClassificationRecipe(data="fashion-mnist", mean=(0.286,), std=(0.353,), crop_pct=1.0, workers=0)
 
 
 def _trained() -> tuple[VisionLongformer, Preprocessing]:
@@ -38,13 +29,13 @@ def _trained() -> tuple[VisionLongformer, Preprocessing]:
     torch.manual_seed(0)
     stage = StageConfig(128, 1, 4, 7, Full(), 1, "absolute")
     model = VisionLongformer(ModelConfig((stage,), img_size=(28, 28), in_chans=1, num_classes=10))
-    prepare = preprocessing(RECIPE, model.config, class_names(RECIPE))
-    training = replace(RECIPE, eval_split="train", eval_batch_size=32)
-    optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
-    for images, labels in islice(eval_data(training, prepare).batches(), 63):
-        optimiser.zero_grad()
+    prepare = Preprocessing.for_model(model.config, FASHION_MNIST_CLASSES, mean=(0.286,), std=(0.353,), crop_pct=1.0)
+    train_set = open_eval_set("fashion-mnist", "train", prepare, batch_size=32, workers=0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for images, labels in islice(train_set.batches(), 63):
+        optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
-        optimiser.step()
+        optimizer.step()
     return model.eval(), prepare
 
 
@@ -95,7 +86,7 @@ def test_bf16_rounds_the_weights(exported: Path, bf16: Path) -> None:
 
 @pytest.fixture(scope="module")
 def compared(exported: Path, int8: Path) -> Comparison:
-    return compare_files(exported, int8, "fashion-mnist", workers=0)
+    return compare_exports(exported, int8, "fashion-mnist", workers=0)
 
 
 def test_what_int8_changes(compared: Comparison, exported: Path, int8: Path) -> None:
@@ -110,7 +101,8 @@ def test_what_int8_changes(compared: Comparison, exported: Path, int8: Path) -> 
 def test_changed_predictions_are_counted(compared: Comparison, exported: Path, int8: Path) -> None:
     """As they are when both files run on their own, on the same batches."""
     prepare = Preprocessing.from_dict(load_exported(exported).metadata, "")
-    batches = [images for images, _ in eval_data(replace(RECIPE, eval_batch_size=64), prepare).batches()]
+    eval_set = open_eval_set("fashion-mnist", "validation", prepare, batch_size=64, workers=0)
+    batches = [images for images, _ in eval_set.batches()]
     models = (load_exported(path) for path in (exported, int8))
     before, after = (torch.cat([model(images).argmax(1) for images in batches]) for model in models)
     assert compared.changed == int((before != after).sum())

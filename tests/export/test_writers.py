@@ -1,0 +1,95 @@
+"""What is in an exported file: metadata, names of inputs, outputs and axes, and nothing of the machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from vision_longformer import __version__
+from vision_longformer.errors import CheckpointError
+from vision_longformer.export import load_exported, writers
+from vision_longformer.export.writers import (
+    decode_metadata,
+    encode_metadata,
+    file_metadata,
+    trace,
+    write_onnx,
+    write_pt2,
+)
+
+METADATA = {"format": "vision_longformer_export/1", "kind": "toy", "size": [2, 3], "named": True, "about": "1e5 trees"}
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return images * self.factor, images.sum(1)
+
+
+def test_metadata_of_a_file() -> None:
+    metadata = file_metadata("detector", {"backbone": "vil"}, dynamic=False, size=(2, 3))
+    assert metadata == {
+        "format": "vision_longformer_export/1",
+        "version": __version__,
+        "kind": "detector",
+        "dynamic": False,
+        "config": {"backbone": "vil"},
+        "size": (2, 3),
+    }
+
+
+def test_metadata_as_text() -> None:
+    """Text stays as it is; everything else is JSON."""
+    texts = {
+        "format": "vision_longformer_export/1",
+        "kind": "toy",
+        "size": "[2, 3]",
+        "named": "true",
+        "about": "1e5 trees",
+    }
+    assert encode_metadata(METADATA) == texts
+    assert decode_metadata(texts, Path("x.onnx")) == METADATA
+    for foreign in ({}, {"format": "other/1"}):
+        with pytest.raises(CheckpointError, match=r"x\.onnx was not written by 'vil export'"):
+            decode_metadata(foreign, Path("x.onnx"))
+
+
+def test_onnx_has_names_metadata_and_no_paths(tmp_path: Path) -> None:
+    """The batch may vary, and be 1; where the program was traced is not in the file."""
+    path, shapes = tmp_path / "scale.onnx", ({0: Dim("batch", min=1)},)
+    program = trace(Scale().eval(), (torch.ones(2, 3),), shapes)
+    names = {"input_names": ["images"], "output_names": ["scaled", "sums"]}
+    write_onnx(program, path, **names, metadata=METADATA, dynamic_shapes=shapes)
+    session = onnxruntime.InferenceSession(path)
+    assert [(one.name, one.shape) for one in session.get_inputs()] == [("images", ["batch", 3])]
+    assert [(one.name, one.shape) for one in session.get_outputs()] == [("scaled", ["batch", 3]), ("sums", ["batch"])]
+    assert json.loads(session.get_modelmeta().custom_metadata_map["size"]) == [2, 3]
+    scaled, sums = load_exported(path)(torch.tensor([[1.0, 1.0, 2.0]]))
+    assert (scaled.tolist(), sums.tolist()) == ([[1.0, 2.0, 6.0]], [4.0])
+    assert Path(__file__).name.encode() not in path.read_bytes()
+
+
+def test_pt2_has_metadata(tmp_path: Path) -> None:
+    write_pt2(trace(Scale().eval(), (torch.ones(2, 3),)), tmp_path / "scale.pt2", metadata=METADATA)
+    exported = load_exported(tmp_path / "scale.pt2")
+    assert exported.metadata == METADATA
+    assert exported(torch.ones(2, 3))[1].tolist() == [3.0, 3.0]
+
+
+def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that are needed are named: one to read, three to write."""
+    monkeypatch.setattr(writers, "find_spec", lambda name: None if name.startswith("onnx") else name)
+    (tmp_path / "model.onnx").write_bytes(b"")
+    with pytest.raises(ValueError, match="ONNX needs onnxruntime; install with: pip install 'vision-longformer"):
+        load_exported(tmp_path / "model.onnx")
+    with pytest.raises(ValueError, match=r"ONNX needs onnx, onnxscript, onnxruntime; install .* or use \.pt2 files"):
+        writers.check_onnx()
