@@ -1,0 +1,75 @@
+"""What commands print: tables, lines, JSON and CSV, and sizes as users write them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from vision_longformer.cli.output import (
+    billions,
+    log_lines,
+    millions,
+    parse_size,
+    print_csv,
+    print_line,
+    print_table,
+    progress_bar,
+    size_text,
+    track,
+)
+
+
+def test_a_table_has_text_on_the_left_and_numbers_on_the_right(capsys: pytest.CaptureFixture[str]) -> None:
+    """Markup is text: names of classes may have brackets."""
+    print_table("Two", ("name", "note", "count"), [("a", "[b]", 7), ("longer", "x", 1234)], left=2)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "Two",
+        "",
+        "  name     note   count",
+        " ───────────────────────",
+        "  a        [b]        7",
+        "  longer   x       1234",
+        "",
+    ]
+
+
+def test_without_a_number_of_text_columns_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("", ("name", "count"), [("a", 7), ("bb", 12345678)])
+    assert capsys.readouterr().out.splitlines()[-3].rstrip() == "  a             7"
+
+
+def test_long_lines_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    print_line("word " * 100)
+    assert capsys.readouterr().out == "word " * 100 + "\n"
+
+
+def test_csv(capsys: pytest.CaptureFixture[str]) -> None:
+    print_csv([{"model": "a, b", "params": 1}, {"model": "c", "params": 2}])
+    assert capsys.readouterr().out == 'model,params\n"a, b",1\nc,2\n'
+
+
+def test_log_lines_are_for_the_time_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("vision_longformer.somewhere")
+    with log_lines():
+        logger.info("resized")
+    logger.info("quiet")
+    assert capsys.readouterr().err == "resized\n"
+
+
+def test_no_bars_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(track([1, 2, 3], "counting")) == [1, 2, 3]
+    with progress_bar("counting") as progress:
+        assert progress is None
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("224", (224, 224)), ("1065x1600", (1065, 1600)), (" 30X40 ", (30, 40)), ("7×5", (7, 5))]
+)
+def test_sizes(text: str, size: tuple[int, int]) -> None:
+    assert parse_size(text) == size
+
+
+def test_numbers() -> None:
+    assert (millions(24_657_345), billions(4_861_700_000), size_text((97, 143))) == ("24.66", "4.862", "97×143")
