@@ -1,10 +1,10 @@
-"""Boxes in Pascal VOC's XML files as a data set in COCO's form, with large images cut into tiles.
+"""Boxes in Pascal VOC's XML files as a data set in COCO's format, with large images cut into tiles.
 
     python examples/voc_to_coco.py ANNOTATED OUTPUT [--tile 400] [--validation 4] [--name tree]
 
 ANNOTATED is a folder of .xml files with their images beside them. An object belongs to the tile that its centre is in,
 and is cut at the border of the tile, so that every object is there once. With `--validation 4`, every fourth tile is
-kept for evaluation; with `--name tree`, all objects are trees, whatever they are called.
+held out for evaluation; with `--name tree`, all objects are trees, whatever they are called.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("annotated", type=Path, help="folder of .xml files and images")
     parser.add_argument("output", type=Path, help="folder to be made")
     parser.add_argument("--tile", type=int, default=None, help="cut images into squares of so many pixels")
-    parser.add_argument("--validation", type=int, default=None, help="keep one tile in so many for evaluation")
+    parser.add_argument("--validation", type=int, default=None, help="hold out one tile in so many for evaluation")
     parser.add_argument("--name", default=None, help="one name for all objects")
     arguments = parser.parse_args()
 

@@ -96,7 +96,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "imagenet21k_base.safetensors": _classifier,
     "data/trees": _trees,
     "data/annotated": _annotated,
-    "runs/trees-1/best.safetensors": _detector,
+    "runs/detect-trees-1/best.safetensors": _detector,
 }
 
 FEW_STEPS = "--steps 1 --batch-size 2 --workers 0"

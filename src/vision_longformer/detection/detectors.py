@@ -75,7 +75,6 @@ class RetinaNetDetector(RetinaNet):
             topk_candidates=1000,
         )
         self.box_coder = PreciseBoxCoder(UNIT_WEIGHTS)
-        self.head.regression_head._loss_type = "l1"
         if config.channels < PAPER_CHANNELS:
             _init_narrow_head(self.head)
         self.transform = _transform(config, backbone)
