@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from bench_builders import attention_case, result, row
 
 from vision_longformer.bench.cases import FORWARD_BACKWARD, LARGE_MATMUL
-from vision_longformer.bench.results import GroupResult, Result, Row, compare, load_result, new_path
+from vision_longformer.bench.results import (
+    GroupResult,
+    Result,
+    Row,
+    busy_warning,
+    compare,
+    differences,
+    load_result,
+    machine_facts,
+    new_path,
+)
 from vision_longformer.bench.timing import OUT_OF_TIME, Samples
 
 
@@ -179,3 +191,33 @@ def test_compare_names_differences_of_the_machines() -> None:
 def test_rows_of_all_groups() -> None:
     made = Result("all", "", {}, {}, [*result(row()).groups, *result(row("tiled"), row("flex")).groups])
     assert [own.case.variant for _, own in made.rows()] == ["sliding_chunk", "tiled", "flex"]
+
+
+# The machine
+
+
+def test_facts_of_this_machine() -> None:
+    facts = machine_facts(torch.device("cpu"), threads=3)
+    assert facts["threads"] == 3
+    assert facts["cores"] == len(os.sched_getaffinity(0))
+    assert facts["torch"] == torch.__version__
+    assert facts["device"] == "cpu"
+    assert "gpu" not in facts
+    assert machine_facts(torch.device("cpu"), None)["threads"] == torch.get_num_threads()
+
+
+def test_busy_from_half_a_core_in_use() -> None:
+    facts = {"load_at_start": 0.9, "cores": 2, "device": "cpu"}
+    assert busy_warning(facts) is None
+    text = "the machine is busy: load 1.0 on 2 cores; times are unsteady, ratios less so"
+    assert busy_warning({**facts, "load_at_start": 1.0}) == text
+    assert busy_warning({**facts, "load_at_start": 9.0, "device": "cuda"}) is None
+
+
+def test_differences() -> None:
+    earlier = {"cpu": "a", "threads": 2, "torch": "2.8", "load_at_start": 0.1}
+    assert differences(earlier, {**earlier, "load_at_start": 3.0}) == []
+    assert differences(earlier, {**earlier, "threads": 4, "gpu": "b"}) == [
+        "gpu was None, now 'b'",
+        "threads was 2, now 4",
+    ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..geometry import Grid
+from ..geometry import Grid, ceil_div
 from ..models.timm_registry import create_model
 from ..models.zoo import MODELS
 from ..ops import local_attention, why_not
@@ -350,4 +350,4 @@ def size_note(height: int, width: int) -> str:
 
 
 def _padded(length: int) -> int:
-    return -(-length // PAD) * PAD
+    return ceil_div(length, PAD) * PAD

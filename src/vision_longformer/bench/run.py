@@ -19,9 +19,8 @@ from .cases import (
     Group,
 )
 from .flops import Limits, default_max_bytes, required_flops
-from .machine import machine_facts
 from .plans import Options, default_budget
-from .results import GroupResult, Result, Row
+from .results import GroupResult, Result, Row, machine_facts
 from .timing import OUT_OF_TIME, Budget, Samples
 from .worker import ALLOCATORS, RoundProgress, WorkerError, Workers
 

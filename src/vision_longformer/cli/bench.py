@@ -65,10 +65,9 @@ def bench(
         overwrite: replace earlier results of the same name.
         compare: an earlier JSON file to print ratios against.
     """
-    from ..bench.machine import busy_warning
     from ..bench.plans import Options, plan
     from ..bench.plots import draw
-    from ..bench.results import load_result, new_path
+    from ..bench.results import busy_warning, load_result, new_path
     from ..bench.run import run
 
     options = Options(
