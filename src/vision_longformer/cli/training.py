@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..geometry import ceil_div
 from ..training.callbacks import Callback
 from .output import log_lines
 
@@ -95,7 +96,7 @@ class TrainingProgress(Callback):
         self._bar.update(self._evaluating, completed=done, total=total, visible=done < total)
 
     def on_evaluate(self, values: dict[str, Any], best: bool) -> None:
-        epochs = -(-self._total // self._per_epoch)
+        epochs = ceil_div(self._total, self._per_epoch)
         result = f"{self._name} {values['evaluation'][self._name]:.2f}%{' (best)' if best else ''}"
         self._line(f"epoch {values['epoch']} of {epochs}  {self._values}  {result}  {self._left(values['step'])}")
 
