@@ -1,4 +1,4 @@
-"""Two exported files of one classifier compared: in turn, on the same images."""
+"""Checkpoints exported and read again, and two exported files compared: in turn, on the same images."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import IMAGE_CLASSES, grey_arrays, write_npz
+from builders import IMAGE_CLASSES, grey_arrays, small_config, write_npz
 from torch import Tensor
 
-from vision_longformer.classification import export
-from vision_longformer.classification.export import ExportedClassifier, compare_exports
+from vision_longformer import VisionLongformer, save
+from vision_longformer.classification import evaluate, export
+from vision_longformer.classification.export import (
+    ExportedClassifier,
+    compare_exports,
+    export_checkpoint,
+    load_exported_classifier,
+)
 from vision_longformer.classification.preprocessing import Preprocessing
+from vision_longformer.errors import CheckpointError
 from vision_longformer.export import ExportedModel
+from vision_longformer.models.config import Full
 
 PREPARE = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, 1.0, "bicubic", IMAGE_CLASSES)
 
@@ -86,6 +94,35 @@ def test_what_is_compared(files: _Files, data: str, tmp_path: Path, monkeypatch:
     assert (good.result.samples, good.result.top1, worse.result.top1) == (14, 100, pytest.approx(100 * 12 / 14))
     assert good.seconds == worse.seconds == pytest.approx((1 / 8 + 1 / 6) / 2)
     assert worse.result.loss > good.result.loss
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_exported_checkpoint_says_whether_its_classes_have_names(named: bool, tmp_path: Path) -> None:
+    """A checkpoint without names, as converted ones are, takes those of the data it is evaluated on."""
+    model = VisionLongformer(small_config(Full(), img_size=(16, 16), num_classes=3))
+    info = {"preprocessing": PREPARE.to_dict()} if named else None
+    checkpoint = save(model, tmp_path / "model.safetensors", info=info)
+    path = export_checkpoint(checkpoint, tmp_path / "model.pt2", format="pt2").path
+    classifier = load_exported_classifier(path)
+    assert classifier.named == named
+    assert classifier.preprocessing.classes == (IMAGE_CLASSES if named else ("0", "1", "2"))
+    assert classifier.preprocessing.mean == ((0.5,) * 3 if named else (0.485, 0.456, 0.406))
+    classes = ("ant", "bee", "cow")
+    arrays: dict[str, Any] = {"test_x": grey_arrays(4, 3), "test_y": np.arange(4) % 3, "classes": np.array(classes)}
+    data = str(write_npz(tmp_path / "others.npz", **arrays))
+    if named:
+        with pytest.raises(ValueError, match="lacks class 'cat', which the model has"):
+            evaluate(path, data, workers=0)
+    else:
+        assert evaluate(path, data, workers=0).classes == classes
+
+
+def test_an_exported_backbone_is_no_classifier(tmp_path: Path) -> None:
+    model = VisionLongformer(small_config(Full(), img_size=(16, 16), num_classes=0))
+    checkpoint = save(model, tmp_path / "model.safetensors")
+    path = export_checkpoint(checkpoint, tmp_path / "model.pt2", backbone=True, format="pt2").path
+    with pytest.raises(CheckpointError, match=r"model\.pt2 is an exported backbone; a classifier was asked for"):
+        load_exported_classifier(path)
 
 
 def test_bad_settings(files: _Files, data: str, tmp_path: Path) -> None:

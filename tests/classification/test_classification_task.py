@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import StopAt, grey_arrays, write_npz
+from builders import StopAt, grey_arrays, write_folder, write_npz
 from classification_builders import UNCHANGED, image_recipe
 from torch import Tensor, nn
 
@@ -28,6 +28,7 @@ from vision_longformer.classification import task as task_module
 from vision_longformer.classification.recipe import ClassificationRecipe
 from vision_longformer.classification.task import ClassificationTask
 from vision_longformer.cli.main import main
+from vision_longformer.data.images import ImageError
 from vision_longformer.data.sources import ArraySource
 from vision_longformer.training.checkpointer import latest_checkpoint, load_state
 from vision_longformer.training.distributed import make_accelerator
@@ -184,6 +185,28 @@ def test_features_are_redrawn_less_and_less_often() -> None:
     """Every step of epoch 0, every 6th of epoch 1, every 11th of epoch 2, always at the start of an epoch."""
     for epoch, expected in ((0, list(range(20))), (1, [0, 6, 12, 18]), (2, [0, 11])):
         assert [step for step in range(20) if ClassificationTask.redraws_features(99, epoch, step)] == expected
+
+
+@pytest.mark.parametrize(("eval_batch_size", "sizes"), [(7, [7, 3]), (None, [4, 4, 2])])
+def test_evaluation_batches_are_those_of_the_recipe_or_of_training(
+    images: Path, eval_batch_size: int | None, sizes: list[int]
+) -> None:
+    task = task_of(images, batch_size=8, accumulate=2, eval_batch_size=eval_batch_size)
+    assert [len(labels) for _, labels in task.eval_set.batches()] == sizes
+
+
+def test_bad_images_are_skipped_in_both_sets_if_asked(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder")
+    for split in ("train", "val"):
+        (folder / split / "dog" / "01.png").write_bytes(b"")
+    task = task_of(folder, skip_bad_images=True)
+    assert sum(len(labels) for _, labels in task.batches(0, 0)) == 12
+    assert task.train_set.skipped >= 1
+    task.evaluate(lambda done, total: None)
+    assert task.result is not None
+    assert (task.result.samples, task.result.skipped) == (5, 1)
+    with pytest.raises(ImageError, match=r"val/dog/01\.png"):
+        task_of(folder).evaluate(lambda done, total: None)
 
 
 def test_each_split_is_opened_once(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:

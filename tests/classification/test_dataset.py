@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,6 +61,14 @@ def arrays(tmp_path: Path) -> Path:
         test_y=labels[13:],
         classes=np.array(IMAGE_CLASSES),
     )
+
+
+@pytest.fixture
+def points(tmp_path: Path) -> Path:
+    """Eight black images with a white pixel at row 8, column 5."""
+    images = np.zeros((8, 16, 16), np.uint8)
+    images[:, 8, 5] = 255
+    return write_npz(tmp_path / "points.npz", train_x=images, train_y=np.arange(8) % 3)
 
 
 # Order and exactness
@@ -146,6 +155,21 @@ def test_in_memory_draws_are_those_of_every_earlier_run(tmp_path: Path) -> None:
         expected = crop[:, ::-1] if flip[index] < 0.5 else crop
         got = (images[index, 0] * 127.5 + 127.5).round().int().numpy()
         assert (got == expected).all()
+
+
+def test_each_position_of_each_epoch_has_its_own_augmentation(points: Path) -> None:
+    """Flips: the first number of PyTorch's generator, seeded by BLAKE2b of ``(7, 'augment', epoch, position)``."""
+    train_set = train_set_of(image_recipe(points, **{**UNCHANGED, "hflip": 0.5}, seed=7))
+    flipped, expected = [], []
+    for epoch in (0, 1, 2):
+        for images, _ in train_set.batches(epoch):
+            flipped += (images[:, 0, 8, 10] > 0).tolist()
+        for position in range(8):
+            key = f"(7, 'augment', {epoch}, {position})".encode()
+            seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+            expected.append(torch.rand(1, generator=torch.Generator().manual_seed(seed)).item() < 0.5)
+    assert flipped == expected
+    assert len({tuple(flipped[start : start + 8]) for start in (0, 8, 16)}) == 3
 
 
 def test_evaluation_shares_partition_the_set(tmp_path: Path) -> None:

@@ -35,6 +35,14 @@ def test_counts(images: Path) -> None:
     assert max(rate for _, rate in plan.rates) == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(("optimizer", "copies"), [("adamw", 4), ("sgd", 3), ("release_qhm", 3)])
+def test_memory_of_the_optimiser(images: Path, optimizer: str, copies: int) -> None:
+    """Weights, gradients, and one moment or two."""
+    recipe = image_recipe(images, optimizer=optimizer)
+    parameters = sum(parameter.numel() for parameter in VisionLongformer(recipe.model_config(3)).parameters())
+    assert estimate(recipe).fixed_bytes == copies * 4 * parameters
+
+
 def test_a_dry_run_says_what_it_would_take(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "quickstart", "--data", str(images), "--batch_size", "8", "--epochs", "5", "--dry-run"])
     output = capsys.readouterr().out

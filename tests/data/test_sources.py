@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -179,6 +181,18 @@ def test_an_archive_that_changes_is_read_anew(tmp_path: Path) -> None:
     assert len(open_source(str(path), "train")) == 3
     write_tar(path, grey_files(6))
     assert _samples(open_source(str(path), "train")) == sorted(grey_samples(6), key=lambda sample: sample[1])
+
+
+def test_each_process_opens_a_zip_file_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One handle in two processes would be moved by both."""
+    source = open_source(str(write_zip(tmp_path / "all.zip", grey_files(3))), "train")
+    opened: list[int] = []
+    open_zip = zipfile.ZipFile
+    monkeypatch.setattr(zipfile, "ZipFile", lambda *given: opened.append(os.getpid()) or open_zip(*given))
+    for process in (1, 1, 2, 1, 2):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        source.read(0)
+    assert opened == [1, 2]
 
 
 def test_a_damaged_member_of_a_zip_file_is_no_image(tmp_path: Path) -> None:
