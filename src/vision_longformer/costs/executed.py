@@ -25,48 +25,11 @@ from ..ops.tables import chunk_tables
 from .formulas import ModelMacs, StageMacs
 
 
-def operator_formulas() -> dict[Any, Callable[..., int]]:
-    """A formula for each of our operators, in the form that torch's counter takes."""
-    return dict.fromkeys(OPERATORS.values(), _operator_flops)
-
-
-def _operator_flops(*arguments: Any, out_shape: Any = None) -> int:
-    """FLOPs (twice the MACs) of scores and context. Tensors come as their shapes, q as (B, N, heads, dim)."""
-    (batch, tokens, heads, dim), (_, keys, *_), spec = arguments[0], arguments[1], spec_of(arguments)
-    dilations = (spec.dilation,) * heads if isinstance(spec.dilation, int) else spec.dilation
-    pairs = sum(_dilated_pairs(spec, dilation) + tokens * (keys - tokens) for dilation in dilations)
-    return 4 * batch * dim * pairs
-
-
-def _dilated_pairs(spec: LocalSpec, dilation: int) -> int:
-    """As :func:`block_pairs`; a dilation of d makes d×d interleaved maps of one."""
-    height, width = spec.grid
-    maps = (
-        Grid(ceil_div(height - row, dilation), ceil_div(width - column, dilation))
-        for row in range(min(dilation, height))
-        for column in range(min(dilation, width))
-    )
-    return sum(block_pairs(grid, spec.window, spec.rule, spec.neighbour_mode) for grid in maps)
-
-
-def block_pairs(grid: Grid, window: int, rule: str, neighbour_mode: str = "all") -> int:
-    """Pairs of a query and a local key in the blocks that the query sees.
-
-    Kernels compute these whole, and the ``exact`` rule then masks some. Keys beyond the map are left out, but cyclic
-    rules multiply padding with the rest. For one neighbour it is the mean over the eight, rounded down.
-    """
-    inside = chunk_tables(grid, window, "chunk", torch.device("cpu")).valid
-    keys = torch.ones_like(inside) if is_cyclic(rule) else inside
-    pairs = (inside[SELF_BLOCK].sum(-1) * keys.sum(-1)).sum(1)
-    own, others = int(pairs[SELF_BLOCK]), int(pairs.sum() - pairs[SELF_BLOCK])
-    return own + {"all": others, "self": 0, "one": others // 8}[neighbour_mode]
-
-
 TRANSPARENT = ("aten", "prim", "prims")
 """Operator families that torch's counter knows, or that do no matrix product."""
 
 UNCOUNTED = ("mv", "addmv", "dot", "vdot", "_trilinear", "_int_mm")
-"""Products of the first family that torch's counter takes for nothing."""
+"""Products of the first family that torch's counter counts as nothing."""
 
 PARTS = {
     "patch_embedding": r"patch_embed",
@@ -135,3 +98,40 @@ def _by_stage(grids: list[Grid], counter: FlopCounterMode) -> ModelMacs:
 
 def _matching(macs: dict[str, int], pattern: str) -> int:
     return sum(count for name, count in macs.items() if re.fullmatch(pattern, name))
+
+
+def operator_formulas() -> dict[Any, Callable[..., int]]:
+    """A formula for each of our operators, in the form that torch's counter takes."""
+    return dict.fromkeys(OPERATORS.values(), _operator_flops)
+
+
+def _operator_flops(*arguments: Any, out_shape: Any = None) -> int:
+    """FLOPs (twice the MACs) of scores and context. Tensors come as their shapes, q as (B, N, heads, dim)."""
+    (batch, tokens, heads, dim), (_, keys, *_), spec = arguments[0], arguments[1], spec_of(arguments)
+    dilations = (spec.dilation,) * heads if isinstance(spec.dilation, int) else spec.dilation
+    pairs = sum(_dilated_pairs(spec, dilation) + tokens * (keys - tokens) for dilation in dilations)
+    return 4 * batch * dim * pairs
+
+
+def _dilated_pairs(spec: LocalSpec, dilation: int) -> int:
+    """As :func:`block_pairs`; a dilation of d makes d×d interleaved maps of one."""
+    height, width = spec.grid
+    maps = (
+        Grid(ceil_div(height - row, dilation), ceil_div(width - column, dilation))
+        for row in range(min(dilation, height))
+        for column in range(min(dilation, width))
+    )
+    return sum(block_pairs(grid, spec.window, spec.rule, spec.neighbour_mode) for grid in maps)
+
+
+def block_pairs(grid: Grid, window: int, rule: str, neighbour_mode: str = "all") -> int:
+    """Pairs of a query and a local key in the blocks that the query sees.
+
+    Kernels compute these whole, and the ``exact`` rule then masks some. Keys beyond the map are left out, but cyclic
+    rules multiply padding with the rest. For one neighbour it is the mean over the eight, rounded down.
+    """
+    inside = chunk_tables(grid, window, "chunk", torch.device("cpu")).valid
+    keys = torch.ones_like(inside) if is_cyclic(rule) else inside
+    pairs = (inside[SELF_BLOCK].sum(-1) * keys.sum(-1)).sum(1)
+    own, others = int(pairs[SELF_BLOCK]), int(pairs.sum() - pairs[SELF_BLOCK])
+    return own + {"all": others, "self": 0, "one": others // 8}[neighbour_mode]
