@@ -24,7 +24,6 @@ from ..ops.spec import LocalSpec
 from ..ops.tables import chunk_tables
 from .formulas import ModelMacs, StageMacs
 
-
 TRANSPARENT = ("aten", "prim", "prims")
 """Operator families that torch's counter knows, or that do no matrix product."""
 
