@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vision_longformer import load_release
-from vision_longformer.cli.detect.convert import detect_convert
+from vision_longformer.cli.convert import detect_convert
 from vision_longformer.detection.config import DetectorConfig
 from vision_longformer.detection.export import open_detector
 from vision_longformer.detection.release import load_release_detector

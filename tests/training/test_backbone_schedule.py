@@ -16,7 +16,7 @@ from vision_longformer.classification.task import ClassificationTask
 from vision_longformer.models import config as cfg
 from vision_longformer.models.attention.performer import orthogonal_features
 from vision_longformer.models.random_shift import RandomShift
-from vision_longformer.training.backbone_schedule import BackboneSchedule
+from vision_longformer.training.loop import BackboneSchedule
 from vision_longformer.training.recipe import TrainSettings
 
 

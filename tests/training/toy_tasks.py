@@ -17,10 +17,9 @@ from vision_longformer import ModelConfig, StageConfig, VisionLongformer
 from vision_longformer.data.loading import Progress
 from vision_longformer.data.randomness import derive, seeded
 from vision_longformer.models import config as cfg
-from vision_longformer.training.backbone_schedule import BackboneSchedule
 from vision_longformer.training.callbacks import Callback
 from vision_longformer.training.distributed import make_accelerator
-from vision_longformer.training.loop import TrainingLoop, total_steps
+from vision_longformer.training.loop import BackboneSchedule, TrainingLoop, total_steps
 from vision_longformer.training.recipe import TrainSettings
 from vision_longformer.training.run_directory import RunDirectory
 from vision_longformer.training.task import TrainingTask

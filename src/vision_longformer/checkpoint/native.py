@@ -1,6 +1,7 @@
 """Our own files: safetensors with a model's configuration, and information about its weights, as JSON in the header.
 
 :func:`save` and :func:`load` are for classifiers; :func:`write` and :func:`read` for models with a format of their own.
+A file may lie by itself, in a folder of :mod:`vision_longformer.hub`, or on the Hugging Face Hub.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,7 +23,6 @@ from ..errors import CheckpointError
 from ..files import written_whole
 from ..models.config import ModelConfig
 from ..models.vision_longformer import VisionLongformer
-from .location import weights_file
 
 CLASSIFIER, DETECTOR = "vision_longformer/1", "vision_longformer_detector/1"
 
@@ -28,6 +31,15 @@ READERS = {
     DETECTOR: "a detector, which load_detector reads",
 }
 """What a file of each format is."""
+
+WEIGHTS = "model.safetensors"
+"""The file of a folder that holds the weights."""
+
+HUB = "hf-hub:"
+"""What a location on the hub begins with, as in ``hf-hub:owner/name`` or ``hf-hub:owner/name@revision``."""
+
+TIMEOUT = 5.0
+"""Seconds to wait for the hub's first answer."""
 
 
 # Classifiers
@@ -147,3 +159,54 @@ def _json(path: str | Path, metadata: Mapping[str, str], key: str, what: str) ->
         return dict(json.loads(metadata[key]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} holds no readable {what} ({error}); nothing was loaded") from error
+
+
+# Where a file is
+
+
+def weights_file(location: str | Path) -> Path:
+    """The local file of a checkpoint, downloaded if it is on the hub and newer there than in the hub's cache."""
+    if str(location).startswith(HUB):
+        return _from_hub(str(location).removeprefix(HUB))
+    path = Path(location)
+    if path.is_dir():
+        if not (path / WEIGHTS).is_file():
+            raise FileNotFoundError(
+                f"the folder {path} has no {WEIGHTS}; give a .safetensors file or a folder that 'vil hub save' wrote"
+            )
+        return path / WEIGHTS
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    return path
+
+
+@cache
+def _from_hub(name: str) -> Path:
+    """Once per process, so that all that is read of a model is of one revision.
+
+    Asking for the revision first fails at once without a network, where downloading would try for a minute.
+    """
+    repo, _, revision = name.partition("@")
+    try:
+        info = HfApi().model_info(repo, revision=revision or None, timeout=TIMEOUT)
+        return Path(hf_hub_download(repo, WEIGHTS, revision=info.sha))
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise FileNotFoundError(f"the hub has no model {name}, or not for you; 'hf auth login' lets you in") from error
+    except EntryNotFoundError as error:
+        raise FileNotFoundError(f"{name} on the hub has no {WEIGHTS}, so it is no model of ours") from error
+    except (HTTPError, OSError) as error:
+        return _from_cache(repo, revision or None, error)
+
+
+def _from_cache(repo: str, revision: str | None, reason: Exception) -> Path:
+    """What an earlier download left behind."""
+    path = try_to_load_from_cache(repo, WEIGHTS, revision=revision)
+    if not isinstance(path, str):
+        raise unreachable(f"and {repo} was not downloaded before", reason) from reason
+    return Path(path)
+
+
+def unreachable(consequence: str, reason: Exception) -> ConnectionError:
+    """The error for a hub that does not answer."""
+    why = str(reason).splitlines()[0] if str(reason) else type(reason).__name__
+    return ConnectionError(f"the Hugging Face Hub cannot be reached ({why}), {consequence}; use a local folder instead")

@@ -8,10 +8,9 @@ from typing import NoReturn
 
 from .. import __version__
 from .bench import bench
-from .convert import convert
+from .convert import convert, detect_convert
 from .cost import cost
 from .detect.check import detect_check
-from .detect.convert import detect_convert
 from .detect.evaluate import detect_evaluate
 from .detect.predict import detect_predict
 from .detect.train import detect_train

@@ -17,8 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from torch import nn
 
 from ..checkpoint import load, save
-from ..checkpoint.location import HUB, WEIGHTS, unreachable, weights_file
-from ..checkpoint.native import DETECTOR, describe
+from ..checkpoint.native import DETECTOR, HUB, WEIGHTS, describe, unreachable, weights_file
 from ..models.vision_longformer import VisionLongformer
 from .card import model_card, model_facts, run_facts
 

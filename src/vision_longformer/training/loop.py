@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.randomness import derive
-from .backbone_schedule import BackboneSchedule
+from ..models import VisionLongformer
+from ..models.attention import PerformerAttention
 from .callbacks import Callback
 from .checkpointer import Checkpointer, Counters
 from .distributed import agree, distribute, from_main, mean_over_processes, without_sync
@@ -276,3 +277,35 @@ class GracefulExit:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
+
+
+RedrawsFeatures = Callable[[int, int, int], bool]
+"""(step of the run, epoch, step of the epoch), all counted from 0, to whether features are redrawn before it."""
+
+
+class BackboneSchedule:
+    """Sets every Vision Longformer inside ``model`` before each step, as a function of the step alone.
+
+    From step ``shift_until`` on, all neighbours take the place of random shift.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, shift_until: int, redraws_features: RedrawsFeatures) -> None:
+        self._backbones = [module for module in model.modules() if isinstance(module, VisionLongformer)]
+        self._seed, self._shift_until, self._redraws_features = seed, shift_until, redraws_features
+        self._has_features = any(isinstance(module, PerformerAttention) for module in model.modules())
+
+    def before_step(self, step: int, epoch: int, step_of_epoch: int) -> None:
+        """Before an optimiser step, counted from 0 in the run (``step``) and in its epoch."""
+        for model in self._backbones:
+            if model.config.neighbours == "random" and step >= self._shift_until:
+                model.set_neighbours("all")
+        if self._has_features and self._redraws_features(step, epoch, step_of_epoch):
+            generator = torch.Generator().manual_seed(derive(self._seed, "features", step))
+            for model in self._backbones:
+                model.redraw_features(generator)
+
+    def before_forward(self, step: int) -> None:
+        """Before each forward pass of a step: all of them see the same neighbours, however the batch is split."""
+        for model in self._backbones:
+            if model.config.neighbours == "random":
+                model.random_shift.seed(derive(self._seed, "shift") % 2**32, step)

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 from accelerate import Accelerator
 from torch import nn
 
-from .backbone_schedule import BackboneSchedule
 from .callbacks import Callback, CallbackList, Pictures, TensorBoard
 from .distributed import from_main, make_accelerator
-from .loop import TrainingLoop, total_steps
+from .loop import BackboneSchedule, TrainingLoop, total_steps
 from .recipe import BackboneSettings, resolve, to_yaml
 from .run_directory import RECIPE, RunDirectory, next_free
 from .task import TrainingTask
