@@ -18,6 +18,7 @@ from ..data.loading import UNREADABLE, Batch, DataError, LabelledBatch, StreamLo
 from ..data.order import Batching, Process
 from ..data.randomness import derive, seeded
 from ..data.shards import Sample, ShardSource, shuffled
+from ..geometry import ceil_div
 from .augment import image_augmentation
 from .preprocessing import Preprocessing
 from .recipe import ClassificationRecipe
@@ -131,7 +132,7 @@ class StreamingEvalSet:
     def examples(self, count: int) -> Batch:
         """The first images of shards far apart."""
         paths = self._source.paths[:: max(1, len(self._source.paths) // count)][:count]
-        each = -(-count // len(paths))
+        each = ceil_div(count, len(paths))
         firsts = [sample for path in paths for sample in islice(self._source.samples([path]), each)]
         images, labels, _ = self._prepared(firsts[:count])
         return images, labels

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..geometry import ceil_div
 from .randomness import derive
 
 
@@ -80,6 +81,6 @@ def epoch_order(samples: int, seed: int, epoch: int, batch_size: int, repeats: i
     order = torch.randperm(samples, generator=generator)
     if repeats == 1:
         return order
-    copies = order[: -(-samples // repeats)].repeat_interleave(repeats)[:samples]
+    copies = order[: ceil_div(samples, repeats)].repeat_interleave(repeats)[:samples]
     dealt = [part[copy::repeats] for part in copies.split(batch_size) for copy in range(repeats)]
     return torch.cat(dealt)
