@@ -201,6 +201,16 @@ def test_bad_arch_strings(arch: str, message: str) -> None:
         stages_of(arch, "longformerhand")
 
 
+@pytest.mark.parametrize(
+    ("mode", "neighbours", "evaluation"),
+    [(0, "all", "all"), (1, "random", "all"), (8, "random", "all"), (-1, "self", "self")],
+)
+def test_modes_of_the_release(mode: int, neighbours: str, evaluation: str) -> None:
+    """-1 is without neighbours in evaluation, too; random shift is for training only."""
+    config = release_config(SMALL, img_size=32, mode=mode)
+    assert (config.neighbours, config.eval_neighbours) == (neighbours, evaluation)
+
+
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match="did you mean 'longformerhand'"):
         stages_of(SMALL, "longformerhandy")

@@ -35,7 +35,7 @@ from vision_longformer.explain import (
     token_maps,
     write_page,
 )
-from vision_longformer.explain.explanation import centre_view, input_point
+from vision_longformer.explain.explanation import View, _drawn_size, centre_view, input_point
 from vision_longformer.explain.page import affordable
 from vision_longformer.explain.pictures import LINE
 from vision_longformer.explain.weights import under_patches
@@ -258,6 +258,21 @@ def test_what_is_explained(explanation: Explanation, photo: Path) -> None:
     shares = float(explanation.rollout.maps[0].sum())
     assert 0.3 < shares < 1
     assert explanation.rollout.learned == pytest.approx(1 - shares)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "side", "scale"), [((80, 120), 48, 54 / 80), ((162, 300), 144, 54 / 162), ((540, 540), 192, 0.1)]
+)
+def test_images_are_as_fine_as_their_files(
+    checkpoint: Path, pixels: tuple[int, int], side: int, scale: float, tmp_path: Path
+) -> None:
+    """The input is 48×48 of 54×54 (crop 0.875); a file three times as fine is drawn so, up to four times."""
+    Image.new("RGB", pixels[::-1], "red").save(tmp_path / "red.png")
+    result = explain(checkpoint, tmp_path / "red.png")
+    assert result.size == (48, 48)
+    assert result.image.size == (side, side)
+    assert centre_view(pixels[::-1], (48, 48), 0.875).scale == pytest.approx(scale)
+    assert _drawn_size((400, 400), View(0.1, 0, 0, (400, 400))) == (800, 800)  # not beyond 900 pixels
 
 
 def test_picture(explanation: Explanation, tmp_path: Path) -> None:

@@ -13,14 +13,23 @@ from typing import Any
 
 
 class Hub:
-    """Repositories by name, each a dict of files; requests of users without ``token`` to write are refused."""
+    """Repositories by name, each a dict of files; requests of users without ``token`` to write are refused.
+
+    ``commits`` has the files of every commit by its hash.
+    """
 
     def __init__(self, token: str) -> None:
         self.token = token
         self.repositories: dict[str, dict[str, bytes]] = {}
+        self.commits: dict[str, dict[str, bytes]] = {}
 
     def revision(self, name: str) -> str:
         return hashlib.sha1(repr(sorted(self.repositories[name].items())).encode()).hexdigest()
+
+    def files(self, name: str, revision: str) -> dict[str, bytes] | None:
+        """The files of a branch or a commit; None if there is none."""
+        current = revision in ("main", self.revision(name))
+        return self.repositories[name] if current else self.commits.get(revision)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -33,12 +42,17 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.path.startswith("/api/models/"):
             self._file(body=True)
             return
-        name = "/".join(self.path.split("?")[0].split("/")[3:5])
+        owner, repo, *asked = self.path.split("?")[0].split("/")[3:]
+        name, revision = f"{owner}/{repo}", asked[1] if asked else "main"
         if name not in self.hub.repositories:
             self._answer(404, {"error": "no such repository"}, {"X-Error-Code": "RepoNotFound"})
             return
-        files = [{"rfilename": file} for file in self.hub.repositories[name]]
-        self._answer(200, {"id": name, "sha": self.hub.revision(name), "siblings": files})
+        files = self.hub.files(name, revision)
+        if files is None:
+            self._answer(404, {"error": "no such revision"}, {"X-Error-Code": "RevisionNotFound"})
+            return
+        sha = self.hub.revision(name) if revision == "main" else revision
+        self._answer(200, {"id": name, "sha": sha, "siblings": [{"rfilename": file} for file in files]})
 
     def do_POST(self) -> None:
         content = self.rfile.read(int(self.headers["Content-Length"]))
@@ -63,19 +77,22 @@ class _Handler(BaseHTTPRequestHandler):
             if line["key"] == "file":
                 self.hub.repositories[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
         revision = self.hub.revision(name)
+        self.hub.commits[revision] = dict(self.hub.repositories[name])
         url = f"http://{self.headers['Host']}/{name}/commit/{revision}"
         self._answer(200, {"commitUrl": url, "commitOid": revision})
 
     def _file(self, *, body: bool) -> None:
         """A file by ``/owner/name/resolve/revision/file``."""
         parts = self.path.split("/")
-        name, file = "/".join(parts[1:3]), "/".join(parts[5:])
-        content = self.hub.repositories.get(name, {}).get(file)
+        name, revision, file = "/".join(parts[1:3]), parts[4], "/".join(parts[5:])
+        files = self.hub.files(name, revision) if name in self.hub.repositories else None
+        content = (files or {}).get(file)
         if content is None:
             code = "EntryNotFound" if name in self.hub.repositories else "RepoNotFound"
             self._answer(404, {"error": "not found"}, {"X-Error-Code": code}, body=body)
             return
-        headers = {"X-Repo-Commit": self.hub.revision(name), "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
+        commit = self.hub.revision(name) if revision == "main" else revision
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
         self._answer(200, content, headers, body=body)
 
     def _answer(self, status: int, content: Any, headers: dict[str, str] | None = None, *, body: bool = True) -> None:

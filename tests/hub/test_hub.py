@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from vision_longformer import MODELS, VisionLongformer, load, save
 from vision_longformer.checkpoint import load_info
-from vision_longformer.checkpoint.location import _from_hub
+from vision_longformer.checkpoint.native import _from_hub
 from vision_longformer.classification import ClassificationRecipe
 from vision_longformer.cli.hub import hub_push, hub_save
 from vision_longformer.costs import count_parameters, paper_macs
@@ -228,6 +228,17 @@ def test_a_card_says_nothing_that_is_not_known(tmp_path: Path) -> None:
     assert "vil predict" not in features.text
 
 
+def test_many_labels_are_in_the_config_only(tmp_path: Path) -> None:
+    """A card lists a hundred at most."""
+    names = [f"class{number}" for number in range(101)]
+    for count, sentence in ((100, f"Classes: {', '.join(names[:100])}."), (101, "Classes: `label_names` in `config.j")):
+        info = {"preprocessing": {**INFO["preprocessing"], "classes": names[:count]}}
+        path = save(_micro(num_classes=count), tmp_path / f"{count}.safetensors", info=info)
+        folder = save_pretrained(path, tmp_path / f"m{count}")
+        assert sentence in (folder / "README.md").read_text()
+        assert json.loads((folder / "config.json").read_text())["label_names"] == names[:count]
+
+
 # Mistakes
 
 
@@ -289,6 +300,17 @@ def test_models_on_the_hub_are_replaced_only_when_asked(hub: Hub) -> None:
     assert hub.repositories["somebody/garments"] == first
     push_to_hub(_micro(num_classes=4), "somebody/garments", overwrite=True)
     assert from_pretrained("somebody/garments").num_classes == 4
+
+
+def test_a_revision_on_the_hub(hub: Hub) -> None:
+    """An earlier commit by its hash, the newest one without, and none where there is none."""
+    push_to_hub(_micro(num_classes=3), "somebody/garments")
+    (first,) = hub.commits
+    push_to_hub(_micro(num_classes=4), "somebody/garments", overwrite=True)
+    assert load(f"hf-hub:somebody/garments@{first}").num_classes == 3
+    assert load("hf-hub:somebody/garments").num_classes == 4
+    with pytest.raises(FileNotFoundError, match="the hub has no model somebody/garments@v9, or not for you"):
+        load("hf-hub:somebody/garments@v9")
 
 
 def test_what_the_hub_refuses(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

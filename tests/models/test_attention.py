@@ -371,6 +371,28 @@ def test_performer_formula(global_tokens: int) -> None:
     assert_close(module(x, grid), expected, 1e-10)
 
 
+def test_performer_computes_features_in_full_precision_under_autocast() -> None:
+    """Projections are in bfloat16; what is between them is the formula in float32, rounded once at its end."""
+    module = performer(64).float()
+    with torch.no_grad():
+        module.proj.weight.copy_(torch.eye(DIM))
+        module.proj.bias.zero_()
+    x = tokens_of(200, batch=1).detach().float()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        got = module(x, Grid(10, 20))
+        q, k, v = (part.transpose(1, 2).double() for part in module.project(x))
+    projected = [y * 4**-0.25 @ module.features.double().t() for y in (q, k)]
+    peaks = projected[0].amax(-1, keepdim=True), projected[1].amax((1, 2, 3), keepdim=True)
+    q, k = (
+        (p - (y * 4**-0.25).square().sum(-1, keepdim=True) / 2 - peak).exp() + 1e-4
+        for p, y, peak in zip(projected, (q, k), peaks, strict=True)
+    )
+    weights = q @ k.transpose(-1, -2)
+    expected = ((weights / weights.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(2).to(torch.bfloat16)
+    assert got.dtype == torch.bfloat16
+    assert (got == expected).double().mean() > 0.98
+
+
 def test_other_kernels() -> None:
     x = tokens_of(7)
     relu, linear = performer(kernel="relu"), performer(kernel="linear")

@@ -297,6 +297,31 @@ def test_bad_inputs_are_named() -> None:
 # Training
 
 
+def share_dropped(dropped: Tensor, whole: Tensor) -> float:
+    """Of numbers that should be dropped or, at a rate of one half, doubled."""
+    assert bool(((dropped == 0) | torch.isclose(dropped, 2 * whole)).all())
+    return float((dropped == 0).double().mean())
+
+
+def test_where_dropout_is() -> None:
+    """After the embedding, after either branch of a block, and before the head, each of half of the numbers."""
+    model = build("flat", torch.float64, drop_rate=0.5)
+    stage, block = model.stages[0], model.stages[0].blocks[0]
+    for one in stage.blocks:
+        identity_block(one)
+    x = image(batch=16, dtype=torch.float64)
+    embedded, grid = stage.eval()(x)
+    tokens = stage.train()(x)[0]
+    assert share_dropped(tokens, embedded) == pytest.approx(0.5, abs=0.05)
+    for bias in (block.attn.proj.bias, block.mlp.fc2.bias):
+        nn.init.constant_(bias, 3.0)
+        branch = block.train()(embedded, grid) - embedded
+        nn.init.zeros_(bias)
+        assert share_dropped(branch.round(decimals=9), torch.full_like(branch, 3.0)) == pytest.approx(0.5, abs=0.05)
+    pooled = model.eval().forward_head(embedded, pre_logits=True)
+    assert share_dropped(model.train().forward_head(embedded, pre_logits=True), pooled) == pytest.approx(0.5, abs=0.15)
+
+
 def test_drop_path_rises_linearly() -> None:
     model = build("vil", drop_path_rate=0.4)
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for stage in model.stages for block in stage.blocks]
