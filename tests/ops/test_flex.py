@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from builders import Case, assert_close, compare, run
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import flex_attention as torch_flex
 
+from vision_longformer import local_attention
 from vision_longformer.geometry import RULES, Grid
-from vision_longformer.ops import IMPLEMENTATIONS, flex
-from vision_longformer.ops.reference import masked_dense
-from vision_longformer.ops.spec import LocalSpec
+from vision_longformer.ops import flex
+from vision_longformer.ops.reference.masked_dense import MASKED_DENSE
+from vision_longformer.ops.spec import Inputs, LocalSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-
-@pytest.fixture(autouse=True)
-def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flex by name, and its reference called without dynamo, which would recompile for every case."""
-    monkeypatch.setitem(IMPLEMENTATIONS, "flex", flex)
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+CPU = torch.device("cpu")
 
 
 CASES = [
@@ -81,8 +79,8 @@ def test_sweep(seed: int) -> None:
 @pytest.mark.parametrize(("rule", "dilation"), [*((rule, 1) for rule in RULES), ("exact", 2)])
 def test_block_mask_is_that_of_the_token_mask(rule: str, dilation: int, neighbours: str, global_tokens: int) -> None:
     """The compiled kernels skip blocks by tables made from the geometry; torch makes them from all pairs of tokens."""
-    layout = flex.Layout(Grid(9, 13), 3, rule, neighbours, dilation, global_tokens, torch.device("cpu"))
-    plan, size = flex._plan(layout), flex.block_size(3)
+    spec = LocalSpec(Grid(9, 13), 3, rule, neighbours, dilation, 1.0)
+    plan, size = flex.make_plan(spec, global_tokens, CPU), flex.block_size(3)
     from_pairs = torch_flex.create_block_mask(
         plan.mask.mask_mod,
         None,
@@ -96,12 +94,21 @@ def test_block_mask_is_that_of_the_token_mask(rule: str, dilation: int, neighbou
     assert torch.equal(plan.mask.to_dense(), from_pairs.to_dense())
 
 
-def test_masks_are_kept() -> None:
-    layout = flex.Layout(Grid(4, 4), 2, "chunk", "all", 1, 1, torch.device("cpu"))
+def test_plans_are_cached() -> None:
+    spec = LocalSpec(Grid(4, 4), 2, "chunk", "all", 1, 1.0)
     with torch.inference_mode():
-        plan = flex._cached_plan(layout)
-    assert flex._cached_plan(layout) is plan
+        plan = flex._cached_plan(spec, 1, CPU)
+    assert flex._cached_plan(spec, 1, CPU) is plan
+    assert flex._cached_plan(spec, 2, CPU) is not plan
     assert not plan.rows.is_inference()
+
+
+def test_fake_tensors_are_not_cached() -> None:
+    case = Case((3, 17), 3, dim=16)
+    with FakeTensorMode():
+        q, k = torch.empty(2, 51, 2, 16), torch.empty(2, 52, 2, 16)
+        assert local_attention(q, k, k, case.grid, window=3, implementation="flex").shape == (2, 51, 2, 16)
+    compare("flex", case, torch.float32)
 
 
 def test_empty_batch() -> None:
@@ -114,9 +121,9 @@ def test_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case((4, 5), dim=16)
     tensors = case.tensors(torch.float32, grad=False)
     spec = LocalSpec(Grid(*case.grid), case.window, "chunk", "all", 1, 0.25)
-    arguments = (*(tensors[name] for name in ("q", "k", "v", "bias", "global_bias")), None)
-    compiled = torch.compile(lambda *x: flex.attend(*x, spec), fullgraph=True, backend="aot_eager")
-    assert_close(compiled(*arguments), masked_dense.attend(*arguments, spec), 1e-5)
+    inputs = Inputs(*(tensors[name] for name in ("q", "k", "v", "bias", "global_bias")))
+    compiled = torch.compile(lambda *x: flex.FLEX.attend(Inputs(*x), spec), fullgraph=True, backend="aot_eager")
+    assert_close(compiled(*inputs), MASKED_DENSE.attend(inputs, spec), 1e-5)
 
 
 @pytest.mark.slow
@@ -132,12 +139,22 @@ def test_generated_code(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 
 
 def test_refusals() -> None:
+    refusal = flex.FLEX.refusal
     spec = LocalSpec(Grid(4, 4), 2, "chunk", "all", 1, 1.0)
     q = torch.zeros(1, 16, 1, 16)
-    assert flex.refusal(spec, q) is None
-    assert "no backward on CPU" in flex.refusal(spec, q.requires_grad_())
+    assert refusal(spec, q) is None
+    assert "no backward on CPU" in str(refusal(spec, q.requires_grad_()))
     with torch.no_grad():
-        assert flex.refusal(spec, q) is None
-    assert "meta" in flex.refusal(spec, q.to("meta"))
+        assert refusal(spec, q) is None
+    assert "meta" in str(refusal(spec, q.to("meta")))
+    assert "one dilation" in str(refusal(replace(spec, rule="exact", dilation=(1, 2)), q.detach()))
     cyclic = LocalSpec(Grid(4, 9), 2, "cyclic", "all", 1, 1.0)
-    assert "key twice" in flex.refusal(cyclic, q.detach())
+    assert "key twice" in str(refusal(cyclic, q.detach()))
+
+
+@pytest.mark.parametrize(("dtype", "dim", "able"), [("float32", 16, True), ("float64", 16, False), ("half", 8, False)])
+def test_what_its_kernels_need(dtype: str, dim: int, able: bool) -> None:
+    with FakeTensorMode():
+        q = torch.empty(1, 16, 1, dim, dtype=getattr(torch, dtype), device="cuda", requires_grad=True)
+    reason = flex.FLEX.refusal(LocalSpec(Grid(4, 4), 2, "chunk", "all", 1, 1.0), q)
+    assert reason is None if able else "head dimension of at least 16, and less than float64" in str(reason)

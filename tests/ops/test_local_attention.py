@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,10 +13,13 @@ from builders import TOLERANCES, Case, assert_close, compare, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from vision_longformer import local_attention
-from vision_longformer.geometry import RULES
-from vision_longformer.ops import IMPLEMENTATIONS
+from vision_longformer.geometry import RULES, Grid
+from vision_longformer.ops import IMPLEMENTATIONS, automatic, cpu, triton, why_not
+from vision_longformer.ops.local_attention import AUTOMATIC, PORTABLE
+from vision_longformer.ops.spec import Inputs, LocalSpec
 
 OTHERS = [name for name in IMPLEMENTATIONS if name != "masked_dense"]
 
@@ -96,16 +101,16 @@ def seen_by(y: int, x: int, case: Case, step: int) -> list[tuple[tuple[int, int]
     if step > 1:
         reach = range(-w, w + 1)
         shifts = [(dy, dx) for dy in reach for dx in reach]
-        places = [((y - dy * step, x - dx * step), dy, dx) for dy, dx in shifts]
-        return [p for p in places if 0 <= p[0][0] < case.grid[0] and 0 <= p[0][1] < case.grid[1]]
+        keys = [((y - dy * step, x - dx * step), dy, dx) for dy, dx in shifts]
+        return [key for key in keys if 0 <= key[0][0] < case.grid[0] and 0 <= key[0][1] < case.grid[1]]
     keys = []
     for block_row, block_column in wanted_blocks(case):
         for row, column in itertools.product(range(w), range(w)):
-            place_y, place_x = (y // w + block_row) * w + row, (x // w + block_column) * w + column
-            dy, dx = y - place_y, x - place_x
+            key_y, key_x = (y // w + block_row) * w + row, (x // w + block_column) * w + column
+            dy, dx = y - key_y, x - key_x
             if case.rule == "exact" and max(abs(dy), abs(dx)) > w:
                 continue
-            stored = stored_at(place_y, case.grid[0], case), stored_at(place_x, case.grid[1], case)
+            stored = stored_at(key_y, case.grid[0], case), stored_at(key_x, case.grid[1], case)
             if "nowhere" in stored:
                 continue
             keys.append((None if "padding" in stored else stored, dy, dx))
@@ -119,14 +124,14 @@ def wanted_blocks(case: Case) -> list[tuple[int, int]]:
     return [(0, 0)] if case.neighbours == "self" else [(0, 0), around[int(case.neighbours) - 1]]
 
 
-def stored_at(place: int, length: int, case: Case) -> int | str:
-    """Where along an axis the key at an unwrapped place is stored; "padding" counts as a zero, "nowhere" does not."""
-    padded = -(-length // case.window) * case.window
-    if 0 <= place < length:
-        return place
-    if not case.rule.startswith("cyclic") or 0 <= place < padded:
+def stored_at(position: int, length: int, case: Case) -> int | str:
+    """Where along an axis the key at an unwrapped position is stored; "padding" counts as a zero, "nowhere" does not."""
+    padded = math.ceil(length / case.window) * case.window
+    if 0 <= position < length:
+        return position
+    if not case.rule.startswith("cyclic") or 0 <= position < padded:
         return "nowhere"
-    wrapped = place % padded
+    wrapped = position % padded
     if wrapped < length:
         return wrapped
     return "padding" if case.rule == "cyclic_release" else "nowhere"
@@ -168,7 +173,7 @@ def test_auto_agrees_with_the_oracle(case: Case) -> None:
         assert_close(got, expected[name], TOLERANCES[torch.float64], f"{name} of auto in {case}")
 
 
-EVERY_KIND = [
+EVERY_MODE = [
     Case(rule=rule, neighbours=neighbours, global_tokens=g, grid=(5, 7))
     for rule in RULES
     for neighbours, g in [("all", 0), ("self", 1), *((n, 0) for n in range(1, 9))]
@@ -183,9 +188,9 @@ EVERY_KIND = [
 @pytest.mark.parametrize("implementation", OTHERS)
 def test_every_rule_and_neighbour(implementation: str) -> None:
     """What the sweep may miss: all combinations once, on a map that is no multiple of the window."""
-    able = [case for case in EVERY_KIND if case.refusal(implementation, grad=False) is None]
+    able = [case for case in EVERY_MODE if case.refusal(implementation, grad=False) is None]
     if not able:
-        pytest.skip(f"{implementation} cannot run here: {EVERY_KIND[0].refusal(implementation, grad=False)}")
+        pytest.skip(f"{implementation} cannot run here: {EVERY_MODE[0].refusal(implementation, grad=False)}")
     for case in able:
         compare(implementation, case)
 
@@ -290,6 +295,143 @@ def _empty(case: Case) -> dict[str, Tensor]:
     tokens = case.grid[0] * case.grid[1]
     q, kv = (case.batch, tokens, case.heads, case.dim), (case.batch, tokens + 1, case.heads, case.dim)
     return {"q": torch.empty(q), "k": torch.empty(kv), "v": torch.empty(kv)}
+
+
+# The choice of an implementation
+
+SMALL, LARGE = Grid(4, 4), Grid(9, 9)
+"""Maps of 2×2 and of 5×5 chunks of 2×2 tokens."""
+
+
+def spec_for(
+    grid: Grid = LARGE, rule: str = "chunk", mode: str = "all", dilation: int | tuple[int, ...] = 1
+) -> LocalSpec:
+    return LocalSpec(grid, 2, rule, mode, dilation, 1.0)
+
+
+def chosen(spec: LocalSpec, device: str, dtype: torch.dtype = torch.float32, dim: int = 32) -> str:
+    with FakeTensorMode():
+        return automatic(spec, torch.empty(1, spec.grid.tokens, 2, dim, dtype=dtype, device=device))
+
+
+@pytest.fixture
+def _everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a compiler and triton, and no interpreter chosen."""
+    monkeypatch.setattr(cpu, "UNAVAILABLE", None)
+    monkeypatch.setattr(triton, "INSTALLED", True)
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+
+
+@pytest.mark.usefixtures("_everything_installed")
+def test_order_of_auto_on_a_gpu() -> None:
+    for spec in (
+        spec_for(SMALL), spec_for(LARGE), spec_for(rule="exact"), spec_for(rule="cyclic"), spec_for(mode="one"),
+        spec_for(SMALL, mode="self"), spec_for(rule="exact", dilation=2), spec_for(rule="exact", dilation=(1, 3)),
+    ):  # fmt: skip
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert chosen(spec, "cuda", dtype) == "triton_gpu"
+    assert chosen(spec_for(SMALL), "cuda", torch.float64) == "whole_map"
+    assert chosen(spec_for(LARGE), "cuda", torch.float64) == "tiled"
+    assert chosen(spec_for(LARGE), "cuda", dim=136) == "tiled"
+    assert chosen(spec_for(rule="exact", dilation=2), "cuda", torch.float64) == "unfold_tensor"
+
+
+@pytest.mark.usefixtures("_everything_installed")
+def test_order_of_auto_on_a_cpu() -> None:
+    for spec in (
+        spec_for(SMALL),
+        spec_for(LARGE),
+        spec_for(rule="exact"),
+        spec_for(rule="cyclic"),
+        spec_for(mode="one"),
+    ):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            assert chosen(spec, "cpu", dtype) == "fused_cpu"
+    assert chosen(spec_for(rule="exact", dilation=2), "cpu") == "unfold_tensor"
+
+
+@pytest.mark.usefixtures("_everything_installed")
+def test_order_of_auto_without_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiler, no triton: PyTorch's own attention where the map is small enough, else the tiled form."""
+    monkeypatch.setattr(cpu, "UNAVAILABLE", "no compiler")
+    monkeypatch.setattr(triton, "INSTALLED", False)
+    for device in ("cpu", "cuda"):
+        assert chosen(spec_for(SMALL), device) == "whole_map"
+        for spec in (
+            spec_for(LARGE), spec_for(Grid(4, 5)), spec_for(SMALL, "exact"), spec_for(SMALL, "cyclic"),
+            spec_for(SMALL, mode="self"), spec_for(SMALL, mode="one"), spec_for(rule="cyclic_release"),
+        ):  # fmt: skip
+            assert chosen(spec, device) == "tiled"
+        assert chosen(spec_for(rule="exact", dilation=2), device) == "unfold_tensor"
+
+
+@pytest.mark.usefixtures("_everything_installed")
+def test_order_of_auto_under_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    for device in ("cpu", "cuda"):
+        assert chosen(spec_for(SMALL), device) == "whole_map"
+        for spec in (spec_for(LARGE), spec_for(SMALL, "exact"), spec_for(rule="exact")):
+            assert chosen(spec, device) == "shifted_chunk"
+        for spec in (
+            spec_for(mode="self"), spec_for(SMALL, mode="one"), spec_for(rule="exact", mode="one"),
+            spec_for(rule="cyclic"), spec_for(SMALL, "cyclic_release"),
+        ):  # fmt: skip
+            assert chosen(spec, device) == "sliding_chunk_autograd"
+        assert chosen(spec_for(rule="exact", dilation=2), device) == "unfold_tensor"
+
+
+def test_auto_never_takes_what_is_only_for_comparison() -> None:
+    assert {*AUTOMATIC, *PORTABLE} == {*IMPLEMENTATIONS} - {"flex", "sliding_chunk", "unfold_nn", "masked_dense"}
+
+
+@pytest.mark.parametrize("case", [Case(rule="exact"), Case(rule="cyclic"), Case(neighbours="self"), Case((3, 4))])
+def test_exported_graphs_hold_operators_of_pytorch_only(case: Case) -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, global_bias: Tensor) -> Tensor:
+            return local_attention(q, k, v, case.grid, bias=bias, global_bias=global_bias, **case.options())
+
+    tensors = case.tensors(torch.float32, grad=False)
+    tensors.pop("weight")
+    program = torch.export.export(Attend(), tuple(tensors.values()))
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert {target.namespace for target in targets if isinstance(target, torch._ops.OpOverload)} == {"aten"}
+    expected = local_attention(**tensors, grid=case.grid, **case.options(), implementation="masked_dense")
+    assert_close(program.module()(*tensors.values()), expected, 1e-5)
+
+
+def test_heads_of_different_dilation_are_computed_by_what_suits_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no implementation takes them together: those without dilation by one, the others by another."""
+    case, calls = Case(rule="exact", heads=3, dilation=(2, 1, 2)), []
+
+    def noting(name: str) -> Callable[[Inputs, LocalSpec], Tensor]:
+        def attend(inputs: Inputs, spec: LocalSpec) -> Tensor:
+            calls.append((name, spec.dilation, inputs.q.shape[2]))
+            return implementation.attend(inputs, spec)
+
+        implementation = IMPLEMENTATIONS[name]
+        return attend
+
+    monkeypatch.setattr(cpu, "UNAVAILABLE", "no compiler")
+    for name in ("tiled", "unfold_tensor"):
+        noted = replace(IMPLEMENTATIONS[name], attend=noting(name))
+        monkeypatch.setitem(IMPLEMENTATIONS, name, noted)
+    run("auto", case, case.tensors(grad=False))
+    assert calls == [("tiled", 1, 1), ("unfold_tensor", 2, 2)]
+
+
+@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "triton_gpu"])
+def test_one_dilation_per_head_is_refused_before_it_is_split(implementation: str) -> None:
+    reason = why_not(implementation, spec_for(rule="exact", dilation=(1, 2)), torch.zeros(1, 81, 2, 4))
+    assert reason is not None
+
+
+def test_the_same_dilation_for_all_heads_is_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, specs = Case(rule="exact", dilation=(2, 2)), []
+    oracle = IMPLEMENTATIONS["masked_dense"]
+    noted = replace(oracle, refusal=lambda spec, q: specs.append(spec.dilation))
+    monkeypatch.setitem(IMPLEMENTATIONS, "masked_dense", noted)
+    run("masked_dense", case, case.tensors(grad=False))
+    assert specs == [2]
 
 
 # Refusals and bad arguments

@@ -6,14 +6,14 @@ import pytest
 import torch
 from builders import Case, compare
 
-from vision_longformer.ops.tiled.attention import scores as tiled_scores
+from vision_longformer.ops import tiled
 
 
 @pytest.mark.parametrize("scores", [1, 1500, 6000])
 @pytest.mark.parametrize("rule", ["chunk", "cyclic"])
 def test_many_tiles(rule: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of chunks and images are cut into several tiles, also of unequal sizes."""
-    monkeypatch.setattr(tiled_scores, "TILE", scores)
+    monkeypatch.setattr(tiled, "TILE", scores)
     compare("tiled", Case((25, 11), 2, rule, batch=3))
     compare("tiled", Case((25, 7), 2, rule, neighbours=8, batch=1, heads=1, global_tokens=0), torch.float32)
 

@@ -1,4 +1,4 @@
-"""A process that runs cases of local attention by Triton's interpreter; started by ``test_triton_gpu.py``.
+"""A process that runs cases of local attention by Triton's interpreter; started by ``test_triton.py``.
 
 The interpreter is chosen when triton is first imported, hence a process of its own. It reads one case per line, as a
 Python literal, and answers each with a line: ``ok``, or what was wrong.
@@ -12,6 +12,7 @@ import sys
 import traceback
 import types
 import warnings
+from dataclasses import replace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -24,34 +25,32 @@ from triton.runtime import interpreter
 
 from vision_longformer.geometry import Grid
 from vision_longformer.ops import IMPLEMENTATIONS
-from vision_longformer.ops.spec import LocalSpec
-from vision_longformer.ops.triton import attention as triton_gpu
+from vision_longformer.ops.spec import Inputs, LocalSpec
+from vision_longformer.ops.triton import TRITON_GPU, launch
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
 def values(dtype: str, **options: object) -> None:
     """Output and all gradients of a case, against the float64 oracle on the same numbers."""
-    kind, case = getattr(torch, dtype), Case(**options)
-    oracle = run("masked_dense", case, case.tensors(precision=kind))
-    got = run("triton_gpu", case, case.tensors(kind))
+    precision, case = getattr(torch, dtype), Case(**options)
+    oracle = run("masked_dense", case, case.tensors(precision=precision))
+    got = run("triton_gpu", case, case.tensors(precision))
     for name, expected in oracle.items():
-        assert got[name].dtype == kind
-        assert_close(got[name], expected, TOLERANCES[kind], name)
+        assert got[name].dtype == precision
+        assert_close(got[name], expected, TOLERANCES[precision], name)
 
 
-def one_launch(dilation: tuple[int, ...], **options: object) -> None:
-    """A dilation per head given to ``attend`` itself is what the public function makes of it head by head."""
-    case = Case(dilation=dilation, heads=len(dilation), rule="exact", **options)
-    tensors = case.tensors(torch.float32)
-    spec = LocalSpec(Grid(*case.grid), case.window, "exact", "all", 1, case.dim**-0.5)
-    q, k, v, bias, weight = (tensors[name] for name in ("q", "k", "v", "bias", "weight"))
-    out = triton_gpu.attend(q, k, v, bias, tensors["global_bias"], None, spec, dilation)
-    grads = torch.autograd.grad((out * weight).sum(), [q, k, v, bias])
-    oracle = run("masked_dense", case, case.tensors(torch.float64, precision=torch.float32))
-    assert_close(out, oracle["output"], 1e-4)
-    for name, grad in zip(("q", "k", "v", "bias"), grads, strict=True):
-        assert_close(grad, oracle[f"gradient of {name}"], 1e-4, name)
+def dilation_per_head(**options: object) -> None:
+    """Heads of different dilation go through one operator, with one launch of the forward kernel."""
+    forwards = []
+    original = launch.forward
+    launch.forward = lambda inputs, spec: forwards.append(spec.dilation) or original(inputs, spec)
+    try:
+        values("float32", rule="exact", heads=2, **options)
+    finally:
+        launch.forward = original
+    assert forwards == [(1, 3)]
 
 
 def projection() -> None:
@@ -63,7 +62,7 @@ def projection() -> None:
     results = []
     for implementation in ("masked_dense", "triton_gpu", "triton_gpu"):
         q, k, v = qkv.unbind(2)
-        out = IMPLEMENTATIONS[implementation].attend(q[:, 1:], k, v, bias, None, None, spec)
+        out = IMPLEMENTATIONS[implementation].attend(Inputs(q[:, 1:], k, v, bias), spec)
         grads = torch.autograd.grad((out * weight).sum(), [qkv, bias])
         assert out.is_contiguous() or implementation == "masked_dense"
         results.append((out, *grads))
@@ -74,16 +73,25 @@ def projection() -> None:
 
 def registered() -> None:
     """The operators keep torch's contract, and a compiled graph holds them whole."""
-    case = Case((3, 4), 2, dim=16, batch=1, heads=1)
+    case = Case((3, 4), 2, dim=16, batch=1, heads=2)
     spec = LocalSpec(Grid(3, 4), 2, "chunk", "all", 1, 0.25)
     inputs = case.tensors(torch.float32)
     weight = inputs.pop("weight")
-    arguments = (*inputs.values(), None, [3, 4], 2, "chunk", "all", [1], 0.25)
+    arguments = (*inputs.values(), None, 3, 4, 2, "chunk", "all", [1], 0.25)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.vision_longformer.triton_attention.default, arguments, test_utils=tests)
+    operators = torch.ops.vision_longformer
+    torch.library.opcheck(operators.triton_gpu.default, arguments, test_utils=tests)
+    given = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
+    out, lse = operators.triton_gpu(*given)
+    for needs in ((True, True), (False, False)):
+        backward = (weight, *given, out, lse, *needs)
+        torch.library.opcheck(operators.triton_gpu_backward.default, backward, test_utils=tests)
+        grads = operators.triton_gpu_backward(*backward)
+        assert all(grad.is_contiguous() for grad in grads)
+        assert [grad.numel() > 0 for grad in grads[3:]] == list(needs)
 
     def weighted(*tensors: torch.Tensor) -> torch.Tensor:
-        return (triton_gpu.attend(*tensors, None, spec) * weight).sum()
+        return (TRITON_GPU.attend(Inputs(*tensors), spec) * weight).sum()
 
     compiled = torch.compile(weighted, fullgraph=True, backend="aot_eager")
     eager_grads, compiled_grads = (
@@ -96,12 +104,12 @@ def registered() -> None:
 def refusals() -> None:
     """What the interpreter takes, and what nobody does."""
     spec = LocalSpec(Grid(2, 2), 2, "chunk", "all", 1, 1.0)
-    answers = {dtype: triton_gpu.refusal(spec, torch.zeros(1, 4, 1, 16, dtype=dtype)) for dtype in TOLERANCES}
+    answers = {dtype: TRITON_GPU.refusal(spec, torch.zeros(1, 4, 1, 16, dtype=dtype)) for dtype in TOLERANCES}
     assert answers[torch.float32] is None
     assert answers[torch.float16] is None
     assert "interpreter" in answers[torch.bfloat16]
-    assert "float64" in triton_gpu.refusal(spec, torch.zeros(1, 4, 1, 16, dtype=torch.float64))
-    assert "136" in triton_gpu.refusal(spec, torch.zeros(1, 4, 1, 136))
+    assert "float64" in TRITON_GPU.refusal(spec, torch.zeros(1, 4, 1, 16, dtype=torch.float64))
+    assert "136" in TRITON_GPU.refusal(spec, torch.zeros(1, 4, 1, 136))
 
 
 def _prepare_interpreter() -> None:
@@ -149,21 +157,17 @@ def main() -> None:
     _prepare_interpreter()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    IMPLEMENTATIONS.setdefault("triton_gpu", triton_gpu)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
         name, options = ast.literal_eval(line)
-        refuse = triton_gpu.refusal
+        willing = options.get("dtype") == "bfloat16"  # which the interpreter computes as prepared above
+        IMPLEMENTATIONS["triton_gpu"] = replace(TRITON_GPU, refusal=lambda spec, q: None) if willing else TRITON_GPU
         try:
-            if options.get("dtype") == "bfloat16":
-                triton_gpu.refusal = lambda spec, q: None
             globals()[name](**options)
             print("ok", file=answers, flush=True)
         except Exception:
             print(repr(traceback.format_exc()), file=answers, flush=True)
-        finally:
-            triton_gpu.refusal = refuse
 
 
 if __name__ == "__main__":

@@ -1,22 +1,24 @@
-"""The fused CPU kernel: every level of instructions against the oracle, threads, memory layouts, registration."""
+"""The fused CPU kernel: every level of instructions against the oracle, threads, memory layouts, refusals."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from builders import TOLERANCES, Case, assert_close, compare, run
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from vision_longformer import local_attention
 from vision_longformer.geometry import RULES, Grid
-from vision_longformer.ops.cpu import kernel as fused_cpu
-from vision_longformer.ops.cpu import library as fused_cpu_library
-from vision_longformer.ops.cpu.kernel import fused_local_attention, fused_local_attention_backward
+from vision_longformer.ops import cpu
+from vision_longformer.ops.cpu import FUSED_CPU, library
 from vision_longformer.ops.cpu.library import Library, load, use_level
+from vision_longformer.ops.operator import OPERATORS
 from vision_longformer.ops.spec import LocalSpec
 
 if isinstance(load(), str):
@@ -205,114 +207,27 @@ def test_empty_batch() -> None:
         assert result.numel() == 0 or not result.any(), name
 
 
-def test_only_wanted_gradients() -> None:
-    case = Case()
-    tensors = case.tensors()
-    for name in ("bias", "global_bias", "v"):
-        one = {key: x.detach().requires_grad_(key == name) for key, x in tensors.items()}
-        oracle = run("masked_dense", case, one)
-        assert_close(run("fused_cpu", case, one)[f"gradient of {name}"], oracle[f"gradient of {name}"], 1e-10)
-
-
-# Registration
-
-
-def arguments(dtype: torch.dtype, case: Case, *, grad: bool) -> tuple:
-    x = case.tensors(dtype, grad=grad)
-    neighbour = None if isinstance(case.neighbours, str) else case.neighbours
-    kind = case.neighbours if neighbour is None else "one"
-    names = ("q", "k", "v", "bias", "global_bias")
-    return (*(x.get(name) for name in names), neighbour, *case.grid, case.window, case.rule, kind, case.dim**-0.5)
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [
-        (Case(), torch.float32),
-        (Case(bias=False, global_bias=False, global_tokens=0), torch.float64),
-        (Case(neighbours=torch.tensor(3), rule="exact"), torch.float32),
-        (Case(rule="cyclic"), torch.bfloat16),
-    ],
-)
-def test_registered_as_operators(case: Case, dtype: torch.dtype) -> None:
-    settings = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
-    inputs = arguments(dtype, case, grad=True)
-    torch.library.opcheck(fused_local_attention, inputs, **settings)
-    inputs = arguments(dtype, case, grad=False)
-    out, lse = fused_local_attention(*inputs)
-    for needs in ((True, True), (False, False)):
-        needs = (needs[0] and case.bias, needs[1] and case.global_bias)
-        torch.library.opcheck(fused_local_attention_backward, (torch.ones_like(out), out, lse, *inputs, *needs))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_numeric_gradients(rule: str) -> None:
-    inputs = arguments(torch.float64, Case((3, 4), 2, rule, dim=3, batch=1), grad=True)
-    assert torch.autograd.gradcheck(lambda *x: fused_local_attention(*x, *inputs[5:])[0], inputs[:5], fast_mode=True)
-
-
-def test_compiles_to_one_graph_for_all_sizes() -> None:
-    torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, height: int, width: int) -> Tensor:
-        return local_attention(q, k, v, (height, width), window=3, implementation="fused_cpu") * 2
-
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
-    for height, width in ((7, 9), (8, 5), (12, 13)):
-        q, k, v = (torch.randn(2, height * width + i, 2, 8, requires_grad=True) for i in (0, 1, 1))
-        out, expected = compiled(q, k, v, height, width), attend(q, k, v, height, width)
-        assert torch.equal(out, expected)
-        grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
-        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert counter.frame_count == 1
-    torch.compiler.reset()
-
-
-def test_exports_with_free_sizes() -> None:
-    class Attend(torch.nn.Module):
-        def forward(self, image: Tensor) -> Tensor:
-            tokens = image.flatten(1, 2).unsqueeze(2)
-            grid = image.shape[1:3]
-            return local_attention(tokens, tokens, tokens, grid, window=3, implementation="fused_cpu")
-
-    dims = {1: torch.export.Dim("height", min=4, max=64), 2: torch.export.Dim("width", min=4, max=64)}
-    program = torch.export.export(Attend(), (torch.randn(1, 9, 11, 8),), dynamic_shapes=({**dims},))
-    image = torch.randn(1, 13, 8, 8)
-    assert torch.equal(program.module()(image), Attend()(image))
-
-
-def test_gradient_checkpointing_and_no_grad() -> None:
-    case = Case((7, 9), 3)
-    tensors = {name: x for name, x in case.tensors().items() if name != "weight"}
-
-    def attend(*x: Tensor) -> Tensor:
-        return local_attention(*x[:3], case.grid, window=3, bias=x[3], global_bias=x[4], implementation="fused_cpu")
-
-    plain = attend(*tensors.values())
-    again = torch.utils.checkpoint.checkpoint(attend, *tensors.values(), use_reentrant=False)
-    expected = torch.autograd.grad(plain.square().sum(), list(tensors.values()))
-    got = torch.autograd.grad(again.square().sum(), list(tensors.values()))
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    with torch.no_grad():
-        assert torch.equal(attend(*tensors.values()), plain)
-
-
 # Refusals
 
 
 def test_refusals() -> None:
     spec = LocalSpec(Grid(4, 4), 2, "exact", "all", 2, 1.0)
     q = torch.zeros(1, 16, 1, 4)
-    assert "dilation" in str(fused_cpu.refusal(spec, q))
+    assert "dilation" in str(FUSED_CPU.refusal(spec, q))
+    assert "dilation" in str(FUSED_CPU.refusal(replace(spec, dilation=(1, 2)), q))
     spec = replace(spec, dilation=1)
-    assert fused_cpu.refusal(spec, q) is None
-    assert "int32" in str(fused_cpu.refusal(spec, q.int()))
-    assert "meta" in str(fused_cpu.refusal(spec, q.to("meta")))
+    assert FUSED_CPU.refusal(spec, q) is None
+    assert FUSED_CPU.refusal(spec, q.to("meta")) is None
+    assert "int32" in str(FUSED_CPU.refusal(spec, q.int()))
+    with FakeTensorMode():
+        on_gpu = torch.empty(1, 16, 1, 4, device="cuda")
+    assert FUSED_CPU.refusal(spec, on_gpu) == "the kernel runs on the CPU, but the tensors are on 'cuda'"
 
 
 def test_shapes_are_checked_before_pointers_are_used() -> None:
-    inputs = list(arguments(torch.float32, Case(), grad=False))
+    tensors = Case().tensors(torch.float32, grad=False)
+    inputs = [tensors[name] for name in ("q", "k", "v", "bias", "global_bias")]
+    inputs += [None, 5, 9, 2, "chunk", "all", [1], 0.5]
     wrong = {
         0: inputs[0][:, 1:],
         1: inputs[1][:, :, :1],
@@ -321,19 +236,25 @@ def test_shapes_are_checked_before_pointers_are_used() -> None:
         4: inputs[4][:1],
         6: 7,
     }
+    operator = OPERATORS["fused_cpu"]
     for index, value in wrong.items():
         with pytest.raises(ValueError, match="do not fit"):
-            fused_local_attention(*inputs[:index], value, *inputs[index + 1 :])
-    with pytest.raises(ValueError, match=r"1\.\.8"):
-        fused_local_attention(*inputs[:5], torch.tensor(9), *inputs[6:10], "one", 1.0)
+            operator(*inputs[:index], value, *inputs[index + 1 :])
+    for neighbour in (None, torch.tensor(0), torch.tensor(9)):
+        with pytest.raises(ValueError, match=r"1\.\.8"):
+            operator(*inputs[:5], neighbour, *inputs[6:10], "one", [1], 1.0)
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    monkeypatch.setattr(fused_cpu_library, "__file__", f"{tmp_path}/fused_cpu_library.py")
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "__file__", f"{tmp_path}/library.py")
     reason = load.__wrapped__()
     assert "no C++ compiler" in reason
-    monkeypatch.setattr(fused_cpu, "UNAVAILABLE", reason)
-    assert fused_cpu.refusal(LocalSpec(Grid(4, 4), 2, "chunk", "all", 1, 1.0), torch.zeros(1, 16, 1, 4)) == reason
+    monkeypatch.setattr(cpu, "UNAVAILABLE", reason)
+    assert FUSED_CPU.refusal(LocalSpec(Grid(4, 4), 2, "chunk", "all", 1, 1.0), torch.zeros(1, 16, 1, 4)) == reason
+    monkeypatch.setattr(cpu, "load", lambda: reason)
+    q = torch.zeros(1, 4, 1, 1)
+    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
+        OPERATORS["fused_cpu"](q, q, q, None, None, None, 2, 2, 2, "chunk", "all", [1], 1.0)
 
 
 def test_unknown_level() -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from vision_longformer.geometry import RULES, Grid
-from vision_longformer.ops.spec import LocalSpec
-from vision_longformer.ops.triton import attention as triton_gpu
+from vision_longformer.ops.spec import Inputs, LocalSpec
+from vision_longformer.ops.triton import TRITON_GPU
 
 triton = pytest.importorskip("triton")
 
@@ -33,7 +36,13 @@ KERNELS = {"forward", "query_gradient", "key_gradient", "global_gradient", "bias
 def interpreted() -> Iterator[Callable[..., None]]:
     """Runs a function of ``triton_worker.py`` in a process where Triton interprets."""
     script = Path(__file__).with_name("triton_worker.py")
-    worker = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    worker = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # where pytest finds the builders
+    )
     assert worker.stdin
     assert worker.stdout
 
@@ -81,7 +90,7 @@ def test_empty_batch(interpreted: Callable[..., None]) -> None:
 
 
 def test_dilation_per_head(interpreted: Callable[..., None]) -> None:
-    interpreted("one_launch", dilation=(1, 3), grid=(4, 5), window=2, dim=16, batch=1)
+    interpreted("dilation_per_head", dilation=(1, 3), grid=(4, 5), window=2, dim=16, batch=1)
 
 
 @pytest.mark.parametrize("name", ["projection", "registered", "refusals"])
@@ -138,7 +147,7 @@ def compiled(
     """All kernels of a forward and backward pass as they would be launched, compiled instead."""
     from triton.runtime.driver import driver
 
-    from vision_longformer.ops.triton import launch as triton_launch
+    from vision_longformer.ops.triton import launch
 
     kernels = {}
 
@@ -148,7 +157,7 @@ def compiled(
         )
 
     monkeypatch.setattr(driver, "_active", _Chip(capability))
-    monkeypatch.setattr(triton_launch, "launch", compile_only)
+    monkeypatch.setattr(launch, "launch", compile_only)
     grid, heads, side = Grid(28, 28), 2, 4 * window - 1
     qkv = torch.zeros(1, 1 + grid.tokens, 3, heads, dim, dtype=dtype, requires_grad=True)
     bias = torch.zeros(heads, side, side, dtype=dtype, requires_grad=True)
@@ -156,20 +165,20 @@ def compiled(
     rule, neighbours, dilation = spec.get("rule", "chunk"), spec.get("neighbours", "all"), spec.get("dilation", 1)
     neighbour = torch.tensor(3) if neighbours == "one" else None
     local = LocalSpec(grid, window, rule, neighbours, dilation, dim**-0.5)
-    triton_gpu.attend(q[:, 1:], k, v, bias, bias[:, 0, :1], neighbour, local).sum().backward()
+    TRITON_GPU.attend(Inputs(q[:, 1:], k, v, bias, bias[:, 0, :1], neighbour), local).sum().backward()
     return kernels
 
 
 def stack_bytes(cubin: bytes) -> int:
-    """What a thread spills, as the disassembler tells."""
+    """What a thread spills, as the disassembler reports."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"STACK:(\d+)", told.stdout + told.stderr)
-    assert found
-    return int(found[1])
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    stack = re.search(r"STACK:(\d+)", usage.stdout + usage.stderr)
+    assert stack
+    return int(stack[1])
 
 
 def check_compiled(kernels: dict[str, Any], capability: int) -> None:
@@ -210,9 +219,51 @@ def test_compiles_rules(monkeypatch: pytest.MonkeyPatch, capability: int, spec: 
     check_compiled(compiled(monkeypatch, capability, torch.bfloat16, 32, 7, spec), capability)
 
 
-def test_refuses_without_cuda() -> None:
+def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of each kernel, by hand: 2 images, 2 heads, a 28×28 map of 16 chunks of 7×7, half precision."""
+    from vision_longformer.ops.triton import launch
+
+    programs = {}
+    monkeypatch.setattr(launch, "launch", lambda kernel, count, *_, **__: programs.update({kernel.__name__: count}))
+    spec = LocalSpec(Grid(28, 28), 7, "chunk", "all", 1, 1.0)
+    q, k = torch.zeros(2, 784, 2, 32, dtype=torch.float16), torch.zeros(2, 785, 2, 32, dtype=torch.float16)
+    bias = torch.zeros(2, 27, 27, dtype=torch.float16)
+    inputs = Inputs(q, k, k, bias, torch.zeros(2, 1, dtype=torch.float16))
+    out, lse = launch.forward(inputs, spec)
+    launch.backward(out, inputs, out, lse, spec, True, True)
+    assert programs == {
+        "forward_kernel": 16 * 4,  # 49 queries fit a tile of 64
+        "query_gradient_kernel": 16 * 4,
+        "key_gradient_kernel": 16 * 4,
+        "global_gradient_kernel": 4 * 13,  # 1024 // 4 shares of 784 queries, of whole tiles of 64
+        "bias_gradient_kernel": 14 * 32 * 2,  # 441 keys in tiles of 32; 1024 // 28 shares of 32 chunks
+    }
+    programs.clear()
+    launch.backward(out, inputs, out, lse, spec, False, True)
+    assert "bias_gradient_kernel" not in programs
+
+
+@pytest.mark.parametrize(
+    ("dilation", "chunks"),
+    [(1, 2 * 3), (2, (1 * 2) * 4), ((1, 2), 8), (3, (1 * 1) * 9), ((3, 1, 1), 9)],
+)
+def test_chunks_of_dilated_maps(dilation: int | tuple[int, ...], chunks: int) -> None:
+    """A 7×9 map in chunks of 4: 2×3 of them, or those of d×d maps of 4×5, of 3×3."""
+    from vision_longformer.ops.triton import launch
+
+    assert launch._chunk_count(LocalSpec(Grid(7, 9), 4, "exact", "all", dilation, 1.0)) == chunks
+
+
+def test_refusals_without_the_interpreter() -> None:
     spec = LocalSpec(Grid(2, 2), 2, "chunk", "all", 1, 1.0)
-    assert triton_gpu.refusal(spec, torch.zeros(1, 4, 1, 16)) == "it needs a CUDA tensor; here it is on cpu"
+    assert TRITON_GPU.refusal(spec, torch.zeros(1, 4, 1, 16)) == "it needs a CUDA tensor; here it is on cpu"
+    assert TRITON_GPU.refusal(spec, torch.zeros(1, 4, 1, 16, device="meta")) is None
+    with FakeTensorMode():
+        q = torch.empty(1, 4, 2, 16, device="cuda")
+        assert TRITON_GPU.refusal(spec, q) is None
+        assert TRITON_GPU.refusal(spec, q.bfloat16()) is None
+        assert TRITON_GPU.refusal(replace(spec, rule="exact", dilation=(1, 2)), q) is None
+        assert "not in float64" in str(TRITON_GPU.refusal(spec, q.double()))
 
 
 def test_refusal_can_be_traced() -> None:
@@ -220,7 +271,7 @@ def test_refusal_can_be_traced() -> None:
     spec = LocalSpec(Grid(2, 2), 2, "chunk", "all", 1, 1.0)
 
     def doubled_if_refused(q: torch.Tensor) -> torch.Tensor:
-        return q if triton_gpu.refusal(spec, q) is None else q * 2
+        return q if TRITON_GPU.refusal(spec, q) is None else q * 2
 
     assert torch.compile(doubled_if_refused, fullgraph=True, backend="eager")(torch.ones(1, 4, 1, 16)).max() == 2
 
@@ -230,9 +281,10 @@ def test_importable_without_triton() -> None:
 import sys, torch
 sys.modules["triton"] = None
 from vision_longformer.geometry import Grid
-from vision_longformer.ops import triton_gpu
+from vision_longformer.ops import IMPLEMENTATIONS
 from vision_longformer.ops.spec import LocalSpec
 q = torch.zeros(1, 4, 1, 16)
-assert "not installed" in triton_gpu.refusal(LocalSpec(Grid(2, 2), 2, "chunk", "all", 1, 1.0), q)
+spec = LocalSpec(Grid(2, 2), 2, "chunk", "all", 1, 1.0)
+assert "not installed" in IMPLEMENTATIONS["triton_gpu"].refusal(spec, q)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
