@@ -1,4 +1,4 @@
-"""Which keys a query sees, found by asking local attention itself."""
+"""Which keys a query sees, by asking local attention itself."""
 
 from __future__ import annotations
 

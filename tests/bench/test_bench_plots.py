@@ -63,13 +63,13 @@ def test_lines(drawn: Drawn) -> None:
     large = {"point": "12×12", "units": 144, "height": 12, "width": 12}
     rows = [row("tiled", 8.0, **large), row(), row("tiled", 0.5), row(LARGE_MATMUL), Row(attention_case("flex"))]
     figure = drawn(result(*rows))
-    default, kept, memory = (_lines(axes) for axes in figure.axes)
+    default, tuned, memory = (_lines(axes) for axes in figure.axes)
     sides = [pytest.approx(54**0.5), 12.0]
     assert default == {
         "sliding_chunk": (sides[:1], [pytest.approx(300)]),
         "tiled": (sides, [pytest.approx(150), pytest.approx(2400)]),
     }
-    assert kept["tiled"] == (sides, [pytest.approx(75), pytest.approx(1200)])
+    assert tuned["tiled"] == (sides, [pytest.approx(75), pytest.approx(1200)])
     assert memory["tiled"] == (sides, [1e-4, 1.6e-3])
     assert memory["inputs + outputs"] == (sides, [1.5e-4, 1.5e-4])
     assert [axes.get_title() for axes in figure.axes] == [

@@ -1,4 +1,4 @@
-"""Fresh processes without the seconds that imports take.
+"""New processes without the seconds that imports take.
 
 A process that has computed holds threads, caches and freed memory. So a server is forked off before anything is
 computed; it never computes itself, and forks a child for each request.
