@@ -244,7 +244,7 @@ def test_image_size_changed() -> None:
 
 
 def test_plain_vit_embedding_of_a_rectangle() -> None:
-    """Its table does not tell height from width; the source's own grid does."""
+    """Its table does not distinguish height from width; the source's own grid does."""
     config = small_config(FULL, position="absolute_1d", patches=(16,))
     source = double(config.override(img_size=(64, 32)))
     target = adapt_model(source, config.override(img_size=(48, 80)))

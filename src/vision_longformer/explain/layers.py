@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..geometry import Grid
+from ..geometry import Grid, ceil_div
 from ..models.attention import FullAttention, LongformerAttention
 from ..models.config import Full, Longformer
 from ..models.vision_longformer import Stage, VisionLongformer
@@ -141,7 +141,7 @@ def chunk_strips(length: int, window: int, rule: str, neighbours: str) -> list[S
     The chunks that a strip sees, put together as a map of their own, are neighbours there as they are in the whole map:
     ascending order keeps the last chunk, the only one that may be smaller, at the end.
     """
-    chunks = -(-length // window)
+    chunks = ceil_div(length, window)
     near = axis_blocks(chunks, rule) if neighbours == "all" else (0,)
     inside = {chunk: range(chunk * window, min((chunk + 1) * window, length)) for chunk in range(chunks)}
     strips = []

@@ -101,7 +101,7 @@ class RelativeBias(nn.Module):
 
     def __init__(self, heads: int, shape: tuple[int, int] | None, global_tokens: int, *, given: bool) -> None:
         super().__init__()
-        self.own, self.given = global_tokens, given
+        self.global_tokens, self.given = global_tokens, given
         if shape is not None:
             self.table = small_normal(heads, *shape)
         entries = global_tokens + given
@@ -125,9 +125,9 @@ class RelativeBias(nn.Module):
         if not self.given:
             return entries
         sizes = list(entries.shape)
-        sizes[axis] = count - self.own
-        shared = entries.narrow(axis, self.own, 1).expand(sizes)
-        return torch.cat([entries.narrow(axis, 0, self.own), shared], axis)
+        sizes[axis] = count - self.global_tokens
+        shared = entries.narrow(axis, self.global_tokens, 1).expand(sizes)
+        return torch.cat([entries.narrow(axis, 0, self.global_tokens), shared], axis)
 
     def set_shape(self, shape: tuple[int, int]) -> None:
         """Make the offset table for another range, each offset keeping its meaning."""

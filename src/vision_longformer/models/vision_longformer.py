@@ -82,15 +82,15 @@ class Stage(nn.Module):
         in_chans: int,
         grid: Grid,
         *,
-        pad: bool = True,
-        norm_embed: bool = True,
-        carry: bool = False,
-        given_token_dim: int = 0,
-        qkv_bias: bool = True,
-        qk_scale: float | None = None,
-        mlp_ratio: float = 4.0,
-        drop: float = 0.0,
-        drop_path: Sequence[float] = (),
+        pad: bool,
+        norm_embed: bool,
+        carry: bool,
+        given_token_dim: int,
+        qkv_bias: bool,
+        qk_scale: float | None,
+        mlp_ratio: float,
+        drop: float,
+        drop_path: Sequence[float],
     ) -> None:
         super().__init__()
         dim, global_tokens = config.dim, config.global_tokens
@@ -105,7 +105,7 @@ class Stage(nn.Module):
             self.position = AbsolutePosition1d(dim, grid, global_tokens)
         self.drop = nn.Dropout(drop)
         self.blocks = nn.ModuleList()
-        for rate in drop_path or [0.0] * config.depth:
+        for rate in drop_path:
             attn = build_attention(config, grid, qkv_bias=qkv_bias, given=given_token_dim > 0, scale=qk_scale)
             self.blocks.append(Block(dim, attn, mlp_ratio=mlp_ratio, drop=drop, drop_path=rate))
         self.grad_checkpointing = False

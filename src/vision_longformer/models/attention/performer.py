@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...geometry import Grid
+from ...geometry import Grid, ceil_div
 from ..config import Performer
 from .base import Attention, Neighbours, without_autocast
 
@@ -67,7 +67,7 @@ class PerformerAttention(Attention):
 def orthogonal_features(count: int, dim: int, generator: torch.Generator | None = None) -> Tensor:
     """``count`` random directions in blocks of ``dim`` orthogonal ones, each with the length of a Gaussian vector."""
     device = generator.device if generator is not None else None
-    blocks = -(-count // dim)
+    blocks = ceil_div(count, dim)
     gaussian = torch.randn(blocks, dim, dim, generator=generator, device=device, dtype=torch.float32)
     q, r = torch.linalg.qr(gaussian)
     directions = (q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]).flatten(0, 1)[:count]
