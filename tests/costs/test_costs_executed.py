@@ -9,10 +9,11 @@ import torch
 
 from vision_longformer import ModelConfig, StageConfig, model_config
 from vision_longformer.costs import executed_macs
-from vision_longformer.costs.executed import block_pairs
+from vision_longformer.costs.executed import block_pairs, operator_formulas
 from vision_longformer.geometry import Grid
 from vision_longformer.models import config as cfg
-from vision_longformer.ops import IMPLEMENTATIONS
+from vision_longformer.ops import IMPLEMENTATIONS, cpu, triton
+from vision_longformer.ops.operator import OPERATORS
 
 REFERENCE_GMACS = {
     "full": "6.9704",
@@ -84,19 +85,41 @@ def test_automatic_choice_executes_least(size: tuple[int, int]) -> None:
     assert auto.total < chunk.total
 
 
-def test_attention_of_a_kernel_by_hand() -> None:
-    """A 3×5 map in chunks of 2, one global token, one head, by the tiled kernel."""
+@pytest.mark.parametrize("implementation", OPERATORS)
+def test_attention_of_a_kernel_by_hand(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 3×5 map in chunks of 2, one global token, one head; no kernel need be built or installed to be counted."""
+    monkeypatch.setattr(cpu, "UNAVAILABLE", None)
+    monkeypatch.setattr(triton, "INSTALLED", True)
     config = ModelConfig((StageConfig(4, 1, 1, 1, cfg.Longformer(window=2)),), img_size=(3, 5), num_classes=0)
-    (stage,) = executed_macs(config, implementation="tiled").stages
+    (stage,) = executed_macs(config, implementation=implementation).stages
     tokens, pairs = 16, 3 * 3 * (2 * 4 + 2 * 5 + 1 * 3)
     assert block_pairs(Grid(3, 5), 2, "chunk") == pairs
     assert stage.parts["attention"] == 4 * tokens * 4**2 + 2 * 4 * (pairs + 15) + 2 * 4 * tokens
+
+
+def test_every_operator_has_a_formula() -> None:
+    formulas = operator_formulas()
+    assert set(formulas) == {
+        getattr(torch.ops.vision_longformer, name) for name in ("tiled", "fused_cpu", "triton_gpu")
+    }
+
+
+def test_flops_of_an_operator_by_hand() -> None:
+    """A 3×5 map in chunks of 2 with a global token: 189 local pairs, or with dilation 2 those of four small maps."""
+    formula = operator_formulas()[torch.ops.vision_longformer.triton_gpu]
+    q, k = (3, 15, 2, 4), (3, 16, 2, 4)
+    given = (q, k, k, None, None, None, 3, 5, 2, "exact", "all")
+    small_maps = 6 * 6 + 4 * 4 + 3 * 3 + 2 * 2
+    assert formula(*given, [1], 0.5, out_shape=(q, q)) == 2 * 2 * 3 * 4 * (2 * 189 + 2 * 15)
+    assert formula(*given, [2], 0.5, out_shape=(q, q)) == 2 * 2 * 3 * 4 * (2 * small_maps + 2 * 15)
+    assert formula(*given, [1, 2], 0.5, out_shape=(q, q)) == 2 * 2 * 3 * 4 * (189 + small_maps + 2 * 15)
 
 
 def test_pairs_of_other_rules() -> None:
     grid = Grid(3, 5)
     assert block_pairs(grid, 2, "exact") == block_pairs(grid, 2, "chunk")
     assert block_pairs(grid, 2, "chunk", "self") == (4 + 1) * (4 + 4 + 1)
+    assert block_pairs(grid, 2, "chunk", "one") == 45 + (189 - 45) // 8
     assert block_pairs(grid, 2, "cyclic") == 15 * 9 * 4
 
 

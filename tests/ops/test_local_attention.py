@@ -125,7 +125,7 @@ def wanted_blocks(case: Case) -> list[tuple[int, int]]:
 
 
 def stored_at(position: int, length: int, case: Case) -> int | str:
-    """Where along an axis the key at an unwrapped position is stored; "padding" counts as a zero, "nowhere" does not."""
+    """Where along an axis an unwrapped position is stored; "padding" counts as a key of zeros, "nowhere" does not."""
     padded = math.ceil(length / case.window) * case.window
     if 0 <= position < length:
         return position

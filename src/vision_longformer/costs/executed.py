@@ -108,8 +108,8 @@ def _operator_flops(*arguments: Any, out_shape: Any = None) -> int:
     """FLOPs (twice the MACs) of scores and context. Tensors come as their shapes, q as (B, N, heads, dim)."""
     (batch, tokens, heads, dim), (_, keys, *_), spec = arguments[0], arguments[1], spec_of(arguments)
     dilations = (spec.dilation,) * heads if isinstance(spec.dilation, int) else spec.dilation
-    pairs = sum(_dilated_pairs(spec, dilation) + tokens * (keys - tokens) for dilation in dilations)
-    return 4 * batch * dim * pairs
+    local = sum(dilations.count(dilation) * _dilated_pairs(spec, dilation) for dilation in set(dilations))
+    return 4 * batch * dim * (local + heads * tokens * (keys - tokens))
 
 
 def _dilated_pairs(spec: LocalSpec, dilation: int) -> int:
