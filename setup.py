@@ -48,7 +48,7 @@ class BuildKernel(build_ext):
     def _succeeded(self, level: str, job: "Future[list[str]]") -> bool:
         error = job.exception()
         if error is not None:
-            self.warn(f"going on without the level {level}, which the compiler does not know: {error}")
+            self.warn(f"building without the level {level}, which the compiler does not support: {error}")
         return error is None
 
 

@@ -78,11 +78,11 @@ class Case:
 
     def refusal(self, implementation: str, dtype: torch.dtype = torch.float64, *, grad: bool = True) -> str | None:
         """Why the implementation cannot run this case."""
-        kind = self.neighbours if isinstance(self.neighbours, str) else "one"
+        mode = self.neighbours if isinstance(self.neighbours, str) else "one"
         steps = (self.dilation,) if isinstance(self.dilation, int) else self.dilation
         q = self.tensors(dtype, grad=grad)["q"]
         scale = self.dim**-0.5 if self.scale is None else self.scale
-        specs = [LocalSpec(Grid(*self.grid), self.window, self.rule, kind, step, scale) for step in steps]
+        specs = [LocalSpec(Grid(*self.grid), self.window, self.rule, mode, step, scale) for step in steps]
         return next((reason for spec in specs if (reason := why_not(implementation, spec, q))), None)
 
 

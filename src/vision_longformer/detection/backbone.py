@@ -27,6 +27,7 @@ from torchvision.ops.feature_pyramid_network import (
     LastLevelP6P7,
 )
 
+from ..geometry import ceil_div
 from ..models import VisionLongformer
 from .config import DetectorConfig
 
@@ -63,7 +64,7 @@ def group_by(keys: Iterable[Hashable]) -> list[list[int]]:
 
 
 def _next_multiples(size: Iterable[int], of: int) -> list[int]:
-    return [-(-side // of) * of for side in size]
+    return [ceil_div(side, of) * of for side in size]
 
 
 def _pad(image: Tensor, size: Iterable[int]) -> Tensor:
@@ -108,7 +109,7 @@ class PyramidBackbone(nn.Module):
         groups = group_by(tuple(image.shape) for image in batch.images)
         if len(groups) == 1:
             return self.body(torch.stack(batch.images))
-        sizes = [[-(-side // stride) for side in batch.shape[2:]] for stride in self.strides]
+        sizes = [[ceil_div(side, stride) for side in batch.shape[2:]] for stride in self.strides]
         parts = []
         for group in groups:
             maps = self.body(torch.stack([batch.images[position] for position in group]))

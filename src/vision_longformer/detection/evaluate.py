@@ -24,6 +24,7 @@ from ..data.order import Process
 from ..data.sources import check_classes
 from ..errors import check_choice
 from ..export.runtime import is_exported
+from ..geometry import ceil_div
 from ..training.distributed import autocast
 from ..training.recipe import PRECISIONS
 from .checkpoint import Detector
@@ -131,7 +132,7 @@ def evaluate_detector(
                 own.add(image, target, plain([image.to(device)])[0], eval_set.categories)
                 if progress is not None:
                     progress(min(done * processes, eval_set.size), eval_set.size)
-            for _ in range(-(-eval_set.size // processes) - len(own.images)):
+            for _ in range(ceil_div(eval_set.size, processes) - len(own.images)):
                 plain([torch.zeros(3, SPARE_SIDE, SPARE_SIDE, device=device)])
     finally:
         plain.train(training)
