@@ -38,6 +38,15 @@ def test_checkpoint_round_trip(detector: str, tmp_path: Path) -> None:
     save_detector(model, path, overwrite=True)
 
 
+def test_pretrained_weights_are_not_fetched_again(tmp_path: Path) -> None:
+    """A file holds the weights; a detector that was built on timm's weights is loaded without them."""
+    options = {"pretrained": False, "output_stride": 32}
+    model = small_detector("retinanet", backbone="resnet10t", backbone_options=options)
+    path = save_detector(model, tmp_path / "d.safetensors")
+    assert load_detector(path).config == model.config.override(backbone_options={"output_stride": 32})
+    assert model.config.backbone_options == options
+
+
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
     classifier = save(VisionLongformer(SMALL_MODELS["vil"]), tmp_path / "c.safetensors")
     detector = save_detector(small_detector("retinanet"), tmp_path / "d.safetensors")

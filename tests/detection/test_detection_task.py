@@ -235,3 +235,13 @@ def test_boxes_alone_are_not_enough_for_mask_rcnn(coco: Path, tmp_path: Path) ->
     ):
         train("quickstart", output=tmp_path / "run", **settings(data))
     assert not (tmp_path / "run").exists()
+
+
+def test_splits_have_the_same_categories(coco: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(coco, tmp_path / "coco")
+    path = data / "annotations" / "instances_validation.json"
+    content = json.loads(path.read_text())
+    content["categories"][3]["name"] = "Gown"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"the categories of train and validation in .* differ; use one list"):
+        train("quickstart", output=tmp_path / "run", **settings(data))

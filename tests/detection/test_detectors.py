@@ -135,6 +135,29 @@ def test_paper_anchors() -> None:
     assert retina.anchor_generator.strides == [8, 16, 32, 64, 128]
 
 
+def test_paper_settings() -> None:
+    """Thresholds, numbers of candidates and regions, and the preparation of images: as the paper's models have them."""
+    with torch.device("meta"):
+        mask, retina = mask_rcnn("vision_longformer_tiny", 80), retinanet("vision_longformer_tiny", 80)
+    assert (retina.proposal_matcher.high_threshold, retina.proposal_matcher.low_threshold) == (0.5, 0.4)
+    assert (retina.topk_candidates, retina.detections_per_img) == (1000, 100)
+    assert (retina.score_thresh, retina.nms_thresh, retina.box_coder.weights) == (0.05, 0.5, (1, 1, 1, 1))
+    assert retina.head.regression_head._loss_type == "l1"
+    rpn, heads = mask.rpn, mask.roi_heads
+    assert rpn._pre_nms_top_n == {"training": 2000, "testing": 1000}
+    assert rpn._post_nms_top_n == {"training": 1000, "testing": 1000}
+    assert (rpn.proposal_matcher.high_threshold, rpn.proposal_matcher.low_threshold, rpn.nms_thresh) == (0.7, 0.3, 0.7)
+    assert (rpn.fg_bg_sampler.batch_size_per_image, rpn.fg_bg_sampler.positive_fraction) == (256, 0.5)
+    assert (heads.proposal_matcher.high_threshold, heads.proposal_matcher.low_threshold) == (0.5, 0.5)
+    assert (heads.fg_bg_sampler.batch_size_per_image, heads.fg_bg_sampler.positive_fraction) == (512, 0.25)
+    assert (heads.score_thresh, heads.nms_thresh, heads.detections_per_img) == (0.05, 0.5, 100)
+    assert (rpn.box_coder.weights, heads.box_coder.weights) == ((1, 1, 1, 1), (10, 10, 5, 5))
+    for transform in (mask.transform, retina.transform):
+        assert transform.image_mean == [0.485, 0.456, 0.406]
+        assert transform.image_std == [0.229, 0.224, 0.225]
+        assert (transform.min_size, transform.max_size, transform.size_divisible) == ((800,), 1333, 32)
+
+
 def test_pooling_is_aligned() -> None:
     """A map whose values are its own pixel centres gives the centres of the bins, exactly."""
     stride, side = 4, 16
