@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from vision_longformer import MODELS, load
+import vision_longformer
+from vision_longformer import MODELS, VisionLongformer, load
 from vision_longformer.checkpoint.release import release_config
 from vision_longformer.cli.main import main
 from vision_longformer.ops import IMPLEMENTATIONS
@@ -104,6 +105,20 @@ def test_cost(vil: Any) -> None:
     assert "as the paper counts" in output
     assert "executed (auto)" in output
     assert [line.split()[2] for line in output.splitlines() if "stage 1" in line] == ["25×36", "25×36"]
+
+
+def test_cost_by_hand(vil: Any) -> None:
+    """Twelve blocks on 196 tokens of 192 channels, in 10⁹ MACs; the head is 192 by 1,000."""
+    lines = [line.split() for line in vil("cost", "evit_tiny_patch16").splitlines()]
+    embedding, projections = (16 * 16 * 3 + 1) * 192 * 196, 12 * 4 * 196 * 192**2
+    products, mlp = 12 * 2 * 196**2 * 192, 12 * 8 * 196 * 192**2
+    total = embedding + projections + products + mlp
+    billions = [f"{count / 1e9:.3f}" for count in (embedding, projections, products, mlp, total)]
+    assert billions == ["0.029", "0.347", "0.177", "0.694", "1.246"]
+    assert ["stage", "1", "14×14", *billions] in lines
+    assert ["head", "0.000"] in lines
+    assert ["total", "1.247"] in lines
+    assert ["parameters:", "5.68", "M"] in lines
 
 
 def test_cost_as_json(vil: Any) -> None:
@@ -205,6 +220,19 @@ def test_convert_to_a_named_model(
     assert "resized 3 tables" in capsys.readouterr().err
     assert load(named).config == config.override(num_classes=5)
     torch.testing.assert_close(_logits(named, arrays["x"]), arrays["logits"], atol=1e-9, rtol=1e-9)
+
+
+def test_convert_to_a_named_model_keeps_classes_channels_and_pooling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {"num_classes": 3, "in_chans": 1, "global_pool": "token"}
+    model = VisionLongformer(MODELS["vision_longformer_micro"], **own)
+    monkeypatch.setattr(vision_longformer, "load_release", lambda *path, **options: model)
+    named = tmp_path / "named.safetensors"
+    main(["convert", "released.pth", str(named), "--arch", "any", "--to", "vision_longformer_micro"])
+    assert " M parameters, for images of 32×32" in capsys.readouterr().out
+    config = load(named).config
+    assert {name: getattr(config, name) for name in own} == own
 
 
 def test_convert_of_something_else(released: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,13 +14,8 @@ from torchvision.transforms import Compose
 
 from ..errors import CheckpointError
 from ..models.config import ModelConfig, size_pair
+from ..models.timm_registry import default_crop_pct
 from .recipe import ClassificationRecipe
-
-LARGE = 224
-CROP_PCT = 0.875
-"""For models of up to ``LARGE`` pixels."""
-CROP_PCT_LARGE = 0.922
-"""For larger ones, where the objects of a crop need less of a border."""
 
 GREY_MEAN = (0.449,)
 GREY_STD = (0.226,)
@@ -78,7 +73,7 @@ class Preprocessing:
             if len(values) != config.in_chans:
                 raise ValueError(f"{name} is {values}, but the model's images have {config.in_chans} channels")
         if crop_pct is None:
-            crop_pct = CROP_PCT if min(config.img_size) <= LARGE else CROP_PCT_LARGE
+            crop_pct = default_crop_pct(config.img_size)
         return cls(config.img_size, mean, std, crop_pct, interpolation, tuple(classes))
 
     @property

@@ -33,12 +33,17 @@ def create_model(name: str, **options: Any) -> Any:
     return timm.create_model(name, **options)
 
 
+def default_crop_pct(img_size: tuple[int, int]) -> float:
+    """Part of the resized image's shorter side that the centre crop keeps; larger images need less of a border."""
+    return 0.875 if min(img_size) <= 224 else 0.922
+
+
 def data_config(config: ModelConfig) -> dict[str, Any]:
     """What timm's loader of weights and its transforms need to know of a model."""
     return {
         "num_classes": config.num_classes,
         "input_size": (config.in_chans, *config.img_size),
-        "crop_pct": 0.875 if config.img_size[0] <= 224 else 0.922,
+        "crop_pct": default_crop_pct(config.img_size),
         "interpolation": "bicubic",
         "mean": IMAGENET_DEFAULT_MEAN,
         "std": IMAGENET_DEFAULT_STD,
