@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -201,6 +204,34 @@ def test_views_of_one_projection(loss: Callable[[Tensor], Tensor]) -> None:
     assert_close(grads[0], grads[1], 1e-5)
 
 
+@pytest.mark.usefixtures("_threads")
+def test_what_the_library_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of torch's threads, the best level of instructions, and slices of a projection where they are."""
+    calls = []
+
+    def run_problem(reference: Any, level: int, backward: bool) -> int:
+        calls.append((reference._obj, level, backward))
+        return vl_run(reference, level, backward)
+
+    vl_run = LIBRARY._library.vl_run
+    monkeypatch.setattr(LIBRARY, "_library", SimpleNamespace(vl_run=run_problem))
+    torch.set_num_threads(3)
+    qkv = torch.randn(2, 1 + 63, 3, 2, 16, requires_grad=True)
+    bias = torch.randn(2, 11, 11)
+    q, k, v = qkv.unbind(2)
+    local_attention(q[:, 1:], k, v, (7, 9), window=3, bias=bias, implementation="fused_cpu").sum().backward()
+    best = library.LEVELS.index(LIBRARY.levels[-1])
+    assert [(level, backward) for _, level, backward in calls] == [(best, False), (best, True)]
+    for problem, *_ in calls:
+        assert problem.threads == 3
+        assert (problem.q, problem.k, problem.v) == (q[:, 1:].data_ptr(), k.data_ptr(), v.data_ptr())
+        assert list(problem.q_strides) == [64 * 96, 96, 16]
+        assert problem.bias == bias.data_ptr()
+        assert problem.global_bias is None
+    assert calls[1][0].grad_bias is None  # which nothing asked for
+    assert calls[1][0].grad_q is not None
+
+
 def test_empty_batch() -> None:
     case = Case(batch=0)
     for name, result in run("fused_cpu", case, case.tensors(torch.float32)).items():
@@ -255,6 +286,13 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     q = torch.zeros(1, 4, 1, 1)
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
         OPERATORS["fused_cpu"](q, q, q, None, None, None, 2, 2, 2, "chunk", "all", [1], 1.0)
+
+
+def test_the_level_of_a_context_ends_with_it() -> None:
+    with contextlib.suppress(KeyError), use_level("portable"):
+        assert LIBRARY.level == "portable"
+        raise KeyError
+    assert LIBRARY.level == LIBRARY.levels[-1]
 
 
 def test_unknown_level() -> None:

@@ -39,7 +39,8 @@ def register(
 ) -> Callable[[Inputs, LocalSpec], Tensor]:
     """Register ``vision_longformer::name`` and ``vision_longformer::name_backward``; returns a function to attend by.
 
-    - ``forward(inputs, spec)`` returns the output and the log-sum-exp, both as :func:`empty_results` makes them.
+    - ``forward(inputs, spec)`` returns the output and the log-sum-exp, as :func:`empty_results` makes them, the latter
+      in the unit that ``backward`` reads.
     - ``backward(grad, inputs, out, lse, spec, needs_bias, needs_global_bias)`` returns the gradients of q, k, v, bias
       and global bias, the last two None where they are not needed.
 
@@ -88,9 +89,9 @@ def register(
 
 def spec_of(arguments: Sequence[Any]) -> LocalSpec:
     """What the arguments of a forward operator, or those of a backward operator after ``grad``, say beside tensors."""
-    height, width, window, rule, neighbour_mode, dilation, scale = arguments[_TENSORS : _TENSORS + 7]
-    one = dilation[0] if len(dilation) == 1 else tuple(dilation)
-    return LocalSpec(Grid(height, width), window, rule, neighbour_mode, one, scale)
+    height, width, window, rule, neighbour_mode, steps, scale = arguments[_TENSORS : _TENSORS + 7]
+    dilation = steps[0] if len(steps) == 1 else tuple(steps)
+    return LocalSpec(Grid(height, width), window, rule, neighbour_mode, dilation, scale)
 
 
 def arithmetic_dtype(q: Tensor) -> torch.dtype:
