@@ -15,11 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from toy_tasks import START, FixedLossTask, LinearTask, SignalAt, training_loop
+from toy_tasks import BRIEF, START, FixedLossTask, LinearTask, RecipeTask, SignalAt, training_loop
 
-from vision_longformer.training.distributed import agree, from_main, make_accelerator, mean_over_processes
+from vision_longformer.training.callbacks import Callback
+from vision_longformer.training.distributed import (
+    agree,
+    autocast,
+    from_main,
+    make_accelerator,
+    mean_over_processes,
+)
 from vision_longformer.training.loop import Interrupted
 from vision_longformer.training.recipe import TrainSettings
+from vision_longformer.training.run import train
 from vision_longformer.training.run_directory import RunDirectory
 
 LOGGED = TrainSettings(epochs=1, batch_size=4, accumulate=2, log_every=4)
@@ -28,6 +36,26 @@ STEPPED = TrainSettings(
 )
 INPUTS = np.random.default_rng(3).normal(size=(2, 2, 1, 2))
 """(processes, micro-batches, samples, features); the targets are 1."""
+
+
+class SeedOf(Callback):
+    """Notes torch's seed in a step."""
+
+    def __init__(self, seen: dict[str, Any]) -> None:
+        self._seen = seen
+
+    def on_step(self, step: int) -> None:
+        self._seen["seed"] = torch.initial_seed()
+
+
+class EventsIn(Callback):
+    """Notes the steps that a callback is told of."""
+
+    def __init__(self, seen: dict[str, Any]) -> None:
+        self._seen = seen
+
+    def on_step(self, step: int) -> None:
+        self._seen["events"].append(step)
 
 
 def in_one_process(rank: int, folder: Path, port: int) -> None:
@@ -61,8 +89,10 @@ def in_one_process(rank: int, folder: Path, port: int) -> None:
     logged()
 
     task = LinearTask(torch.from_numpy(INPUTS[rank]), torch.ones(2, 1).double(), batches_per_epoch=2)
-    training_loop(folder / "stepped", task, STEPPED).train()
+    training_loop(folder / "stepped", task, STEPPED, SeedOf(seen)).train()
     seen["weights"] = task.weights()
+    seen["events"] = []
+    train(RecipeTask, BRIEF, output=folder / "whole", callback=EventsIn(seen), steps=2, log_every=1)
     (folder / f"{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 
@@ -125,6 +155,18 @@ def test_a_step_uses_the_mean_gradient_of_all_processes(seen: list[dict[str, Any
         assert values["weights"] == pytest.approx(expected, abs=1e-12)
 
 
+def test_dropped_paths_differ_between_processes(seen: list[dict[str, Any]]) -> None:
+    """The seed of run 0, step 0, in process 0 and in process 1: of "(0, 'step', 0, PROCESS)"."""
+    assert [values["seed"] for values in seen] == [4542949739309568895, 4224516640017304111]
+
+
+def test_one_process_logs_and_draws_for_all(two_processes: Path, seen: list[dict[str, Any]]) -> None:
+    assert [values["events"] for values in seen] == [[1, 2], []]
+    run = RunDirectory(two_processes / "whole")
+    assert [record["step"] for record in run.records()] == [1, 2, 2]
+    assert len(list((run.path / "tensorboard").iterdir())) == 1
+
+
 # In one process
 
 
@@ -150,4 +192,6 @@ def test_half_precision_needs_a_gpu() -> None:
 def test_precision_of_autocast(precision: str, dtype: torch.dtype) -> None:
     """Also after another run of this process with another precision."""
     with make_accelerator(TrainSettings(precision=precision)).autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+    with autocast(torch.device("cpu"), precision):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype

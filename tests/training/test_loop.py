@@ -20,9 +20,10 @@ import pytest
 import torch
 from builders import StopAt
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from toy_tasks import START, FixedLossTask, LinearTask, SignalAt, ToyTask, training_loop
 
+from vision_longformer.data.loading import Progress
 from vision_longformer.training import loop as loop_module
 from vision_longformer.training.callbacks import Callback
 from vision_longformer.training.checkpointer import Checkpointer, Counters, latest_checkpoint, load_state
@@ -121,6 +122,45 @@ def test_the_recorded_rate_is_the_one_of_the_step(tmp_path: Path) -> None:
     records = [record for record in RunDirectory(tmp_path / "run").records() if "loss" in record]
     assert [record["lr"] for record in records] == pytest.approx(expected, abs=1e-12)
     assert [(record["step"], record["epoch"]) for record in records] == [(n + 1, n // 6) for n in range(12)]
+
+
+class Watched(FixedLossTask):
+    """Notes what each loss sees: the micro-batch's index, torch's seed, training mode, the dtype of autocast.
+
+    Evaluation leaves the model in evaluation mode, as those of real tasks do.
+    """
+
+    def __init__(self, losses: Sequence[float], **options: Any) -> None:
+        super().__init__(losses, **options)
+        self.seen: list[tuple[int, int, bool]] = []
+        self.dtypes: list[torch.dtype] = []
+
+    def loss(self, model: nn.Module, batch: Any, micro_batch_index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        self.seen.append((micro_batch_index, torch.initial_seed(), model.training))
+        self.dtypes.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        return super().loss(model, batch, micro_batch_index)
+
+    def evaluate(self, progress: Progress) -> dict[str, float]:
+        self.model.eval()
+        return super().evaluate(progress)
+
+
+STEP_SEEDS = [7623466464644549296, 1790334864647875147, 8919126719189800750, 809739369010839900]
+"""Of run 2, process 0, steps 0 to 3: BLAKE2b of "(2, 'step', STEP, 0)", 8 bytes, little-endian, less the last bit."""
+
+
+def test_what_micro_batches_see(tmp_path: Path) -> None:
+    """Two epochs of two steps of two micro-batches, which count on over the run and share the seed of their step."""
+    task = Watched([1.0] * 8, batches_per_epoch=4)
+    training_loop(tmp_path / "run", task, TrainSettings(seed=2, epochs=2, batch_size=2, accumulate=2)).train()
+    assert task.seen == [(index, STEP_SEEDS[index // 2], True) for index in range(8)]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_losses_run_in_the_precision_of_the_recipe(precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    task = Watched([1.0], batches_per_epoch=1)
+    training_loop(tmp_path / "run", task, TrainSettings(epochs=1, batch_size=1, precision=precision)).train()
+    assert task.dtypes == [dtype]
 
 
 # The average of the weights
@@ -444,8 +484,12 @@ def test_a_second_interrupt_does_not_wait_for_the_step(tmp_path: Path) -> None:
             raise AssertionError("the second signal was ignored")
 
     task = InterruptedTwice([1.0], batches_per_epoch=1)
-    with pytest.raises(KeyboardInterrupt):
-        training_loop(tmp_path / "run", task, TrainSettings(epochs=1, batch_size=1)).train()
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            training_loop(tmp_path / "run", task, TrainSettings(epochs=1, batch_size=1)).train()
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert task.survived_the_first
     assert latest_checkpoint(tmp_path / "run" / "checkpoints") is None
 

@@ -174,11 +174,12 @@ def test_sharded_parameters(name: str, one_process: DeviceMesh) -> None:
     ],
 )
 def test_built_as_the_settings_say(name: str, cls: type[Optimizer]) -> None:
-    settings = TrainSettings(optimizer=name, lr=1e-3, lr_batch=512, batch_size=2048, momentum=0.8)
+    settings = TrainSettings(optimizer=name, lr=1e-3, lr_batch=512, batch_size=2048, momentum=0.8, beta2=0.95)
     optimizer = build_optimizer(parameter_groups(nn.Linear(2, 2), 0.3, "matrices"), settings)
     assert type(optimizer) is cls
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(4e-3, 0.3), (4e-3, 0.0)]
-    assert {group.get("momentum", 0.8) for group in optimizer.param_groups} == {0.8}
+    expected = {"betas": (0.9, 0.95)} if "adamw" in name else {"momentum": 0.8}
+    assert [group | expected for group in optimizer.param_groups] == optimizer.param_groups
     assert not any(group.get("nesterov") for group in optimizer.param_groups)
 
 

@@ -2,59 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from builders import StopAt
 from torch import nn
-from toy_tasks import LinearTask, ToyTask
+from toy_tasks import BRIEF, LinearTask, RecipeTask, ToyRecipe, ToyTask
 
 from vision_longformer import VisionLongformer
-from vision_longformer.data.loading import Progress
 from vision_longformer.models.attention.performer import orthogonal_features
 from vision_longformer.models.vision_longformer import Stage
 from vision_longformer.training.callbacks import Callback
 from vision_longformer.training.loop import TrainingLoop
-from vision_longformer.training.recipe import BackboneSettings
 from vision_longformer.training.run import resume, train
 from vision_longformer.training.run_directory import RunDirectory
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToyRecipe(BackboneSettings):
-    task: ClassVar[str] = "toy"
-    run_prefix: ClassVar[str] = "small-"
-    generated: ClassVar[Mapping[str, Mapping[str, Any]]] = {"brief": {"epochs": 1, "batch_size": 2, "seed": 6}}
-
-
-class RecipeTask(ToyTask):
-    """The toy task, built from a recipe as :func:`train` builds tasks; the last one built is ``built``."""
-
-    recipe_type = ToyRecipe
-    curves = ("score",)
-    built: ClassVar[RecipeTask]
-
-    def __init__(self, recipe: ToyRecipe, accelerator: Accelerator) -> None:
-        super().__init__(batches_per_epoch=4)
-        self.recipe = recipe
-        self.drawn: list[Path] = []
-        type(self).built = self
-
-    def evaluate(self, progress: Progress) -> dict[str, float]:
-        progress(1, 1)
-        return super().evaluate(progress)
-
-    def draw(self, folder: Path) -> None:
-        self.drawn.append(folder)
-
-
-BRIEF = ToyRecipe(epochs=1, batch_size=2)
-
 
 # New runs and resumed ones
 

@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from vision_longformer import ModelConfig, StageConfig, VisionLongformer
@@ -20,7 +22,7 @@ from vision_longformer.models import config as cfg
 from vision_longformer.training.callbacks import Callback
 from vision_longformer.training.distributed import make_accelerator
 from vision_longformer.training.loop import BackboneSchedule, TrainingLoop, total_steps
-from vision_longformer.training.recipe import TrainSettings
+from vision_longformer.training.recipe import BackboneSettings, TrainSettings
 from vision_longformer.training.run_directory import RunDirectory
 from vision_longformer.training.task import TrainingTask
 
@@ -139,6 +141,37 @@ class ToyTask(TrainingTask):
     @staticmethod
     def redraws_features(step: int, epoch: int, step_of_epoch: int) -> bool:
         return step_of_epoch % (1 + 5 * epoch) == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyRecipe(BackboneSettings):
+    task: ClassVar[str] = "toy"
+    run_prefix: ClassVar[str] = "small-"
+    generated: ClassVar[Mapping[str, Mapping[str, Any]]] = {"brief": {"epochs": 1, "batch_size": 2, "seed": 6}}
+
+
+class RecipeTask(ToyTask):
+    """The toy task, built from a recipe as :func:`train` builds tasks; the last one built is ``built``."""
+
+    recipe_type = ToyRecipe
+    curves = ("score",)
+    built: ClassVar[RecipeTask]
+
+    def __init__(self, recipe: ToyRecipe, accelerator: Accelerator) -> None:
+        super().__init__(batches_per_epoch=4)
+        self.recipe = recipe
+        self.drawn: list[Path] = []
+        type(self).built = self
+
+    def evaluate(self, progress: Progress) -> dict[str, float]:
+        progress(1, 1)
+        return super().evaluate(progress)
+
+    def draw(self, folder: Path) -> None:
+        self.drawn.append(folder)
+
+
+BRIEF = ToyRecipe(epochs=1, batch_size=2)
 
 
 class SignalAt(Callback):
