@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +74,19 @@ def test_comparison_of_mechanisms() -> None:
 
 def test_performer_draws_features_anew_every_thousand_steps() -> None:
     assert [step for step in range(3500) if DetectionTask.redraws_features(step, 0, step)] == [1000, 2000, 3000]
+
+
+def test_recipes_are_read_without_torch() -> None:
+    """Commands that list them start at once; timm is asked only about names that are not ours."""
+    script = """
+import sys
+from vision_longformer.detection.recipe import DetectionRecipe
+from vision_longformer.training.recipe import recipe_names, resolve
+for name in recipe_names(DetectionRecipe):
+    resolve(DetectionRecipe, name).detector_config(80)
+print([name for name in ("torch", "torchvision", "timm") if name in sys.modules])
+"""
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "[]\n"
 
 
 @pytest.fixture(scope="module")
