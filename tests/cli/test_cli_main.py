@@ -122,17 +122,19 @@ def test_an_error_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None
         main(["doctor"])
 
 
-def test_a_closed_pipe_ends_with_1() -> None:
-    """As in ``vil models | head -1``, without a traceback."""
+@pytest.mark.parametrize("argv", [["models"], ["models", "--json"], ["recipes", "quickstart"]], ids=" ".join)
+def test_a_closed_pipe_ends_with_1(argv: list[str]) -> None:
+    """As in ``vil models | head -1``, without a traceback: a table, much JSON, and text still in the buffer."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer) as closed:
-        result = subprocess.run([*VIL, "models"], stdout=closed, stderr=subprocess.PIPE, text=True)
+        result = subprocess.run([*VIL, *argv], stdout=closed, stderr=subprocess.PIPE, text=True)
     assert (result.returncode, result.stderr) == (1, "")
 
 
 WAIT = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job ignores
 from vision_longformer.cli.main import COMMANDS, main
 def wait():
     print("waiting", flush=True)
