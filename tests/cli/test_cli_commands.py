@@ -99,6 +99,20 @@ def test_models_as_json(vil: Any) -> None:
         assert (row["img_size"], f"{row['params'] / 1e6:.1f}", f"{row['macs'] / 1e9:.1f}") == expected
 
 
+def test_recipes(vil: Any) -> None:
+    """Classifiers are listed with epochs, detectors, which are trained by steps, with steps."""
+    rows = {row["recipe"]: row for row in json.loads(vil("recipes", "--json"))}
+    row = rows["imagenet1k_small_full"]
+    assert row.pop("about") == "Full attention; 81.9% in the paper"
+    expected = {"recipe": "imagenet1k_small_full", "model": "msvit_small_1_2_8_1_full", "data": "imagenet"}
+    assert row == {**expected, "epochs": 300, "batch_size": 256}
+    rows = {row["recipe"]: row for row in json.loads(vil("detect", "recipes", "--json"))}
+    row = rows["retinanet_tiny_3x"]
+    assert "270,000 steps at several scales" in row.pop("about")
+    expected = {"recipe": "retinanet_tiny_3x", "model": "vision_longformer_tiny", "data": "coco"}
+    assert row == {**expected, "steps": 270_000, "batch_size": 16}
+
+
 def test_cost(vil: Any) -> None:
     output = vil("cost", "vision_longformer_tiny", "--size", "97x143")
     assert "97×143" in output
