@@ -122,7 +122,7 @@ def test_pycocotools_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Oracle(nn.Module):
-    """A "detector" that knows the built-in data by heart, but moves boxes and masks by the ``blur`` of an image."""
+    """A "detector" that knows the data by heart, but moves boxes and masks by the image's id modulo 5."""
 
     def __init__(self, data: Any, *, masks: bool = True) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def test_precision_of_a_checkpoint(garments: Any, tmp_path: Path, monkeypatch: p
 WORKER = """
 import sys, json, torch
 from torch import distributed
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(":")
 import vision_longformer.detection.garments as built_in
 built_in.VALIDATION_IMAGES = 5
 from test_detection_evaluate import Oracle
@@ -313,7 +313,8 @@ print(json.dumps([values, result.images, len(result.detections), model.calls]))
 def _run_workers(folder: Path, count: int) -> list[Any]:
     script = folder / "worker.py"
     script.write_text(WORKER)
-    arguments = [sys.executable, str(script), str(Path(__file__).parent)]
+    tests = Path(__file__).parents[1]
+    arguments = [sys.executable, str(script), f"{tests}:{tests / 'detection'}"]
     workers = [
         subprocess.Popen([*arguments, str(rank), str(count), str(folder / "store")], stdout=subprocess.PIPE)
         for rank in range(count)
