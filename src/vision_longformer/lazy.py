@@ -1,4 +1,4 @@
-"""Imports that wait: names of a package that are loaded at their first use, and a call after another package's import.
+"""Lazy exports of a package, and a hook that runs after another package has been imported.
 
 With them, ``import vision_longformer`` and the commands that need no model start without torch and timm.
 """

@@ -63,6 +63,13 @@ def test_metadata_as_text() -> None:
             decode_metadata(foreign, Path("x.onnx"))
 
 
+def test_text_that_is_json_comes_back_as_text() -> None:
+    values = {"format": METADATA["format"], "version": "1.0", "note": "true", "quoted": '"a"', "plain": "0.1.0"}
+    texts = encode_metadata(values)
+    assert (texts["version"], texts["note"], texts["plain"]) == ('"1.0"', '"true"', "0.1.0")
+    assert decode_metadata(texts, Path("x.onnx")) == values
+
+
 def test_onnx_has_names_metadata_and_no_paths(tmp_path: Path) -> None:
     """The batch may vary, and be 1; where the program was traced is not in the file."""
     path, shapes = tmp_path / "scale.onnx", ({0: Dim("batch", min=1)},)

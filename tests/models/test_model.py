@@ -152,6 +152,8 @@ def test_forward_intermediates_options() -> None:
     second = model.forward_intermediates(x, indices=[1], stop_early=True, output_fmt="NHWC", intermediates_only=True)
     assert_close(second[0], maps[1].permute(0, 2, 3, 1), 1e-12)
     assert_close(model.forward_intermediates(x, indices=2, intermediates_only=True)[0], maps[2], 1e-12)
+    early, (first,) = model.forward_intermediates(x, indices=[0], stop_early=True)
+    assert_close(early[:, -first.shape[2] * first.shape[3] :].transpose(1, 2), first.flatten(2), 1e-12)
     with pytest.raises(ValueError, match="output_fmt is 'NLC'; use 'NCHW' or 'NHWC'"):
         model.forward_intermediates(x, output_fmt="NLC")
 

@@ -94,8 +94,11 @@ def file_metadata(model_type: str, config: Mapping[str, Any], *, dynamic: bool, 
 
 
 def encode_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Text by name, as ONNX has it; text stays as it is, so that other programs can read it."""
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
+    """JSON text by name, as ONNX has it. Text that is not JSON itself stays as it is, for other programs to read."""
+    return {
+        name: value if isinstance(value, str) and _decode(value) == value else json.dumps(value)
+        for name, value in metadata.items()
+    }
 
 
 def decode_metadata(texts: Mapping[str, str], path: Path) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class Stage(nn.Module):
             yield self.given(given).to(local.dtype)
 
     def set_grid(self, grid: Grid) -> None:
-        """Fit everything that is made for one map to another."""
+        """Resize the position tables and projections for another grid."""
         if self.position is not None:
             self.position.set_grid(grid)
         for block in self.blocks:
@@ -235,9 +235,9 @@ class VisionLongformer(nn.Module):
         intermediates_only: bool = False,
         given_tokens: Tensor | None = None,
     ) -> Any:
-        """The maps of the stages (B, dim, height, width), and the normalised tokens of the last stage.
+        """The tokens of the last stage that ran, and the maps of the stages (B, dim, height, width).
 
-        ``norm`` applies the final LayerNorm to the last map; the maps are otherwise as the stages leave them.
+        The tokens are normalised unless ``stop_early`` left stages out, as the norm is for the last one. ``norm`` applies the final LayerNorm to the last map; the maps are otherwise as the stages leave them.
         """
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt is {output_fmt!r}; use 'NCHW' or 'NHWC'")
@@ -252,7 +252,8 @@ class VisionLongformer(nn.Module):
             maps.append(image if output_fmt == "NHWC" else image.permute(0, 3, 1, 2))
         if intermediates_only:
             return maps
-        return self.norm(stages[-1][0]), maps
+        tokens, _ = stages[-1]
+        return (self.norm(tokens) if len(stages) == len(self.stages) else tokens), maps
 
     def _run_stages(self, x: Tensor, given_tokens: Tensor | None, count: int) -> list[tuple[Tensor, Grid]]:
         """Tokens and grid of each of the first ``count`` stages."""

@@ -88,7 +88,10 @@ class TrainingLoop:
                     self._save()
                 return self._last_evaluation()
             except (OSError, RuntimeError) as error:
-                raise self._explained(error) from error
+                explained = self._explained(error)
+                if explained is error:
+                    raise
+                raise explained from error
             finally:
                 self.callback.on_end()
 

@@ -40,7 +40,7 @@ def train(
     callback: Callback | None = None,
     **changes: Any,
 ) -> TrainedRun:
-    """Train in a new run directory, ``runs/RECIPE-1`` or the next free number by default.
+    """Train in a new run directory, ``runs/RECIPE-1`` (after the task's prefix) or the next free number by default.
 
     ``recipe`` is a name, a .yaml file or the settings themselves, of which ``changes`` replace some.
     """

@@ -31,7 +31,7 @@ def detect_evaluate(
     Under torchrun, the processes share the images; each image is counted once.
 
     Args:
-        checkpoint: a .safetensors file of a detector.
+        checkpoint: a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
         data: a folder in COCO's format, or the built-in garments (a synthetic composition of real images).
         split: name of the split.
         workers: data-loading processes.
