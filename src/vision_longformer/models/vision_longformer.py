@@ -237,7 +237,8 @@ class VisionLongformer(nn.Module):
     ) -> Any:
         """The tokens of the last stage that ran, and the maps of the stages (B, dim, height, width).
 
-        The tokens are normalised unless ``stop_early`` left stages out, as the norm is for the last one. ``norm`` applies the final LayerNorm to the last map; the maps are otherwise as the stages leave them.
+        The tokens are normalised, unless ``stop_early`` left stages out: the norm is made for the last one. ``norm``
+        applies it to the last map, too; the maps are otherwise as the stages leave them.
         """
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt is {output_fmt!r}; use 'NCHW' or 'NHWC'")
