@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from builders import Case, compare
+from builders import Case, compare, run
 
 from vision_longformer.ops import tiled
+from vision_longformer.ops.tiled.tiles import ChunkClass
 
 
 @pytest.mark.parametrize("scores", [1, 1500, 6000])
@@ -26,3 +27,20 @@ def test_large_scores(scale: float) -> None:
 
 def test_empty_batch() -> None:
     compare("tiled", Case(batch=0))
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_the_bias_gradient_is_summed_only_if_needed(needed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 5×9 map in chunks of 2 has two classes of rows and two of columns, of inner chunks and of the last ones."""
+    calls, add_to_table = [], ChunkClass.add_to_table
+
+    def note(chunks: ChunkClass, grads: torch.Tensor, table: torch.Tensor) -> None:
+        calls.append(chunks)
+        add_to_table(chunks, grads, table)
+
+    monkeypatch.setattr(ChunkClass, "add_to_table", note)
+    case = Case(neighbours="self")
+    tensors = case.tensors()
+    tensors["bias"].requires_grad_(needed)
+    run("tiled", case, tensors)
+    assert len(calls) == (4 if needed else 0)
