@@ -90,6 +90,15 @@ def test_flipped_half_of_the_time(tmp_path: Path) -> None:
         assert {float(target["boxes"][0, 0]) for target in targets} == expected
 
 
+def test_flips_of_a_run(tmp_path: Path) -> None:
+    """By position in the epoch, for seed 3: ``random.Random(key).random() < 0.5``, where ``key`` is half of the first
+    eight bytes, lowest first, of blake2b of "(3, 'augment', EPOCH, POSITION)"."""
+    train_set = TrainSet(_many(tmp_path), seed=3, batch_size=8)
+    for epoch, expected in ((0, [0, 0, 1, 1, 0, 1, 1, 1]), (1, [1, 1, 0, 0, 1, 1, 1, 0])):
+        _, targets = next(train_set.batches(epoch))
+        assert [int(target["boxes"][0, 0] == 25) for target in targets] == expected
+
+
 def test_images_without_objects_are_not_trained_on(tmp_path: Path) -> None:
     train_set = TrainSet(_data(tmp_path), seed=0, batch_size=2)
     assert train_set.batches_per_epoch == 1

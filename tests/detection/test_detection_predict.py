@@ -40,7 +40,14 @@ def test_tiles_cover_the_image_and_overlap(height: int, width: int, side: int) -
 
 @pytest.mark.parametrize(
     ("length", "side", "starts"),
-    [(100, 100, [0]), (99, 100, [0]), (101, 100, [0, 1]), (175, 100, [0, 75]), (176, 100, [0, 38, 76])],
+    [
+        (100, 100, [0]),
+        (99, 100, [0]),
+        (101, 100, [0, 1]),
+        (175, 100, [0, 75]),
+        (176, 100, [0, 38, 76]),
+        (326, 100, [0, 56, 113, 170, 226]),
+    ],
 )
 def test_tiles_of_given_lengths(length: int, side: int, starts: list[int]) -> None:
     """Next to one another they share at least a quarter of their side; the last one ends at the border."""
