@@ -270,6 +270,7 @@ def test_when_a_run_is_evaluated(changes: dict[str, int], expected: list[tuple[i
     records = [record for record in RunDirectory(tmp_path / "run").records() if "evaluation" in record]
     assert [(record["step"], record["epoch"]) for record in records] == expected
     assert len(task.weights_in_evaluate) == len(expected)
+    assert [name for name, _ in task.saved] == ["best.safetensors", "last.safetensors"]
 
 
 @pytest.mark.parametrize(

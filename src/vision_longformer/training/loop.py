@@ -1,4 +1,7 @@
-"""The training loop of all tasks: steps, logs, evaluations, checkpoints, and a graceful exit on a signal."""
+"""The training loop of all tasks: steps, logs, evaluations, checkpoints, and a graceful exit on a signal.
+
+Beside it, what changes inside a Vision Longformer from step to step: random shift and Performer features.
+"""
 
 from __future__ import annotations
 
@@ -233,7 +236,7 @@ class TrainingLoop:
             return TrainingError(f"the disk is full; {self._intact()}: make room, then --resume {self.run.path}")
         if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
             return TrainingError(
-                f"a data-loading process died (often for want of memory); {self._intact()}: "
+                f"a data-loading process died (often because memory ran out); {self._intact()}: "
                 f"--resume {self.run.path}, or start again with fewer workers"
             )
         return error
