@@ -227,9 +227,21 @@ def test_files_that_are_no_exported_models(tmp_path: Path, photo: Path, monkeypa
 # Slow: more of what a file for any size may hold, and full size
 
 
+MECHANISMS = ["vil", "vil_exact", "vil_cyclic", "vil_no_tokens", "global", "performer", "flat_1d"]
+ONE_TOKEN = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="torch.export ties a Performer to maps of more than one token"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vil", "vil_exact", "vil_cyclic", "vil_no_tokens", "global", "performer", "flat_1d"])
-@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        pytest.param(name, format, marks=[ONE_TOKEN] if (name, format) == ("performer", "pt2") else [])
+        for name in MECHANISMS
+        for format in ("onnx", "pt2")
+    ],
+)
 def test_mechanisms_at_any_size(name: str, format: str, tmp_path: Path) -> None:
     model = build(name).eval()
     exported = export_model(model, tmp_path / f"model.{format}", format=format, dynamic=True)
