@@ -8,6 +8,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +99,20 @@ def run(implementation: str, case: Case, tensors: dict[str, Tensor]) -> dict[str
     return results
 
 
+@lru_cache(maxsize=1024)
+def oracle(case: Case, precision: torch.dtype = torch.float64, *, grad: bool = True) -> dict[str, Tensor]:
+    """What the float64 oracle makes of a case's numbers, rounded to ``precision``: computed once, compared often."""
+    return run("masked_dense", case, case.tensors(grad=grad, precision=precision))
+
+
 def compare(implementation: str, case: Case, dtype: torch.dtype = torch.float64) -> None:
     """Outputs and gradients of an implementation agree with the float64 oracle on the same, rounded, numbers.
 
     An implementation that refuses inputs which require gradients is compared by its outputs alone.
     """
     grad = case.refusal(implementation, dtype, grad=True) is None
-    oracle = run("masked_dense", case, case.tensors(grad=grad, precision=dtype))
     got = run(implementation, case, case.tensors(dtype, grad=grad))
-    for name, expected in oracle.items():
+    for name, expected in oracle(case, dtype, grad=grad).items():
         assert got[name].dtype == dtype
         assert_close(got[name], expected, TOLERANCES[dtype], f"{name} of {implementation} in {case}")
 

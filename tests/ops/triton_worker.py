@@ -20,7 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import triton.language as tl
-from builders import Case, assert_close, run
+from builders import Case, assert_close, oracle, run
 from triton.runtime import interpreter
 
 from vision_longformer.geometry import Grid
@@ -34,9 +34,8 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 def values(dtype: str, **options: object) -> None:
     """Output and all gradients of a case, against the float64 oracle on the same numbers."""
     precision, case = getattr(torch, dtype), Case(**options)
-    oracle = run("masked_dense", case, case.tensors(precision=precision))
     got = run("triton_gpu", case, case.tensors(precision))
-    for name, expected in oracle.items():
+    for name, expected in oracle(case, precision).items():
         assert got[name].dtype == precision
         assert_close(got[name], expected, TOLERANCES[precision], name)
 
