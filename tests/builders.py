@@ -25,7 +25,7 @@ from vision_longformer.detection.dataset import open_detection
 from vision_longformer.detection.detectors import build_detector
 from vision_longformer.geometry import Grid
 from vision_longformer.models import config as cfg
-from vision_longformer.ops import why_not
+from vision_longformer.ops import IMPLEMENTATIONS
 from vision_longformer.ops.spec import LocalSpec
 from vision_longformer.training.callbacks import Callback
 
@@ -84,7 +84,7 @@ class Case:
         q = self.tensors(dtype, grad=grad)["q"]
         scale = self.dim**-0.5 if self.scale is None else self.scale
         specs = [LocalSpec(Grid(*self.grid), self.window, self.rule, mode, step, scale) for step in steps]
-        return next((reason for spec in specs if (reason := why_not(implementation, spec, q))), None)
+        return next((reason for spec in specs if (reason := IMPLEMENTATIONS[implementation].refusal(spec, q))), None)
 
 
 def run(implementation: str, case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @contextmanager
-def written_whole(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_write(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A temporary path beside ``path``, which it replaces at the end; if anything fails, it vanishes.
 
     The data are on the disk before the name is, so that a crash leaves the old file or the new one.

@@ -71,23 +71,23 @@ def test_required_flops() -> None:
 def test_cases_that_are_too_large_are_not_started(method: str) -> None:
     limits = Limits(CPU, matmul_flops=1e11, max_bytes=1e10, max_seconds=30.0)
     large = _case(AttentionWorkload(method, 400, 400, rule="exact", window=8), FORWARD_BACKWARD)
-    assert (limits.objection(large) is None) == (method not in ("masked_dense", "flex", "unfold_nn", "unfold_tensor"))
-    assert limits.objection(attention_case(method)) is None
+    assert (limits.refusal(large) is None) == (method not in ("masked_dense", "flex", "unfold_nn", "unfold_tensor"))
+    assert limits.refusal(attention_case(method)) is None
 
 
 def test_memory_limit() -> None:
     """Four maps of scores of 3 heads, 10,000 queries and 10,001 keys in float32: 4.8 GB."""
     case = _case(AttentionWorkload("masked_dense", 100, 100))
     assert Limits(CPU, 1e11, 5e9, 30.0).temporary_bytes(case) == 4 * 4 * 3 * 10_000 * 10_001
-    assert Limits(CPU, 1e11, 4.5e9, 30.0).objection(case) == "would need about 4.8 GB; the limit is 4.5 GB"
-    assert Limits(CPU, 1e11, 5e9, 30.0).objection(case) is None
+    assert Limits(CPU, 1e11, 4.5e9, 30.0).refusal(case) == "would need about 4.8 GB; the limit is 4.5 GB"
+    assert Limits(CPU, 1e11, 5e9, 30.0).refusal(case) is None
 
 
 def test_time_limit() -> None:
     """Full attention of 160,000 queries and keys: 4·3·32·160,000·160,001 operations at half of 1e11 a second."""
     case = _case(AttentionWorkload(FULL_ATTENTION, 400, 400))
     assert Limits(CPU, 1e11, 1e10, 30.0).seconds(case) == pytest.approx(196.6, abs=0.1)
-    assert Limits(CPU, 1e11, 1e10, 30.0).objection(case) == "would take about 196.6 s a run; the limit is 30 s"
-    assert Limits(CPU, 1e11, 1e10, 1e4).objection(case) is None
+    assert Limits(CPU, 1e11, 1e10, 30.0).refusal(case) == "would take about 196.6 s a run; the limit is 30 s"
+    assert Limits(CPU, 1e11, 1e10, 1e4).refusal(case) is None
     both = _case(case.workload, FORWARD_BACKWARD)
     assert Limits(CPU, 1e11, 1e10, 30.0).seconds(both) == pytest.approx(3 * 196.6, abs=0.3)

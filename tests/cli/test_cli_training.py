@@ -13,7 +13,7 @@ from vision_longformer.cli.training import TrainingProgress, duration, run_train
     [
         (0.4, "0 s"),
         (59.4, "59 s"),
-        (60, "1 min 0 s"),
+        (59.6, "1 min 0 s"),
         (200, "3 min 20 s"),
         (3600 + 12 * 60 + 50, "1 h 12 min"),
         (3 * 86400 + 4 * 3600 + 59 * 60, "3 days 4 h"),

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from vision_longformer import local_attention
 from vision_longformer.geometry import RULES, Grid
-from vision_longformer.ops import IMPLEMENTATIONS, automatic, cpu, triton, why_not
+from vision_longformer.ops import IMPLEMENTATIONS, automatic, cpu, triton
 from vision_longformer.ops.local_attention import AUTOMATIC, PORTABLE
 from vision_longformer.ops.spec import Inputs, LocalSpec
 
@@ -421,7 +421,7 @@ def test_heads_of_different_dilation_are_computed_by_what_suits_each(monkeypatch
 
 @pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "triton_gpu"])
 def test_one_dilation_per_head_is_refused_before_it_is_split(implementation: str) -> None:
-    reason = why_not(implementation, spec_for(rule="exact", dilation=(1, 2)), torch.zeros(1, 81, 2, 4))
+    reason = IMPLEMENTATIONS[implementation].refusal(spec_for(rule="exact", dilation=(1, 2)), torch.zeros(1, 81, 2, 4))
     assert reason is not None
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..geometry import Grid, ceil_div
 from ..models.timm_registry import create_model
 from ..models.zoo import MODELS
-from ..ops import local_attention, why_not
+from ..ops import IMPLEMENTATIONS, local_attention
 from ..ops.spec import LocalSpec
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward+backward"
@@ -212,7 +212,7 @@ def refusal(workload: Workload, mode: str, device: torch.device) -> str | None:
     spec = LocalSpec(workload.grid, workload.window, workload.rule, neighbours, 1, workload.dim**-0.5)
     shape = (workload.batch, workload.grid.tokens, workload.heads, workload.dim)
     q = torch.empty(shape, device=device, requires_grad=mode == FORWARD_BACKWARD)
-    return why_not(workload.method, spec, q)
+    return IMPLEMENTATIONS[workload.method].refusal(spec, q)
 
 
 def _draw_inputs(workload: AttentionWorkload, device: torch.device) -> AttentionInputs:

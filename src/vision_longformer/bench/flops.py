@@ -62,7 +62,7 @@ class Limits:
     max_bytes: float
     max_seconds: float
 
-    def objection(self, case: Case) -> str | None:
+    def refusal(self, case: Case) -> str | None:
         """Why a case should not be started; None if it should."""
         memory, seconds = self.temporary_bytes(case), self.seconds(case)
         if memory > self.max_bytes:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..files import written_whole
+from ..files import atomic_write
 from .cases import LARGE_MATMUL, Case, Group
 from .timing import Samples, summary
 
@@ -133,7 +133,7 @@ class Result:
 
     def save(self, path: Path) -> None:
         """Write to a name that :func:`new_path` gave; the file is replaced whole or not at all."""
-        with written_whole(path, overwrite=True) as temporary:
+        with atomic_write(path, overwrite=True) as temporary:
             temporary.write_text(json.dumps(self.to_dict(), indent=1))
 
 

@@ -127,7 +127,7 @@ class Runner:
             refusals = [str(error)] * len(rows)
         for row, refusal in zip(rows, refusals, strict=True):
             row.flops = required_flops(row.case)
-            reason = refusal or self._limits.objection(row.case)
+            reason = refusal or self._limits.refusal(row.case)
             if reason is not None:
                 row.add_reason(reason)
         return [row for row in rows if not row.reasons]

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..files import written_whole
+from ..files import atomic_write
 from ..models.config import ModelConfig
 from ..models.vision_longformer import VisionLongformer
 
@@ -99,7 +99,7 @@ def write(
         raise ValueError(f"{path.name} should end in .safetensors")
     metadata = {"format": format, "config": json.dumps(config), "info": json.dumps(info or {})}
     copies = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
-    with written_whole(path, overwrite=overwrite) as temporary:
+    with atomic_write(path, overwrite=overwrite) as temporary:
         save_file(copies, temporary, metadata)
     return path
 

@@ -15,7 +15,7 @@ from matplotlib.ticker import PercentFormatter
 from PIL import Image
 from torch import Tensor
 
-from ..files import written_whole
+from ..files import atomic_write
 from .predict import Prediction
 
 RIGHT, WRONG, QUIET = "#2e7d4f", "#c62828", "#5f6b7a"
@@ -156,7 +156,7 @@ def _show(axes: Axes, pixels: np.ndarray, frame: str | None = None) -> None:
 def save_picture(figure: Figure, path: str | Path, *, overwrite: bool = False) -> Path:
     """Write a PNG, which appears whole or not at all."""
     path = check_picture(path, overwrite=overwrite)
-    with written_whole(path, overwrite=overwrite) as temporary:
+    with atomic_write(path, overwrite=overwrite) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     return path
 

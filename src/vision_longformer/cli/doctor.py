@@ -55,16 +55,16 @@ def _print_implementations(device: torch.device) -> None:
     import torch
 
     from ..geometry import Grid
-    from ..ops import IMPLEMENTATIONS, why_not
+    from ..ops import IMPLEMENTATIONS
     from ..ops.spec import LocalSpec
 
     rows = []
-    for name in IMPLEMENTATIONS:
+    for name, implementation in IMPLEMENTATIONS.items():
         answers = []
         for rule, size in CASES:
             grid = Grid(*size)
             spec = LocalSpec(grid=grid, window=7, rule=rule, neighbour_mode="all", dilation=1, scale=32**-0.5)
-            answers.append(why_not(name, spec, torch.empty(1, grid.tokens, 3, 32, device=device)))
+            answers.append(implementation.refusal(spec, torch.empty(1, grid.tokens, 3, 32, device=device)))
         can = [f"{rule} {size_text(size)}" for (rule, size), answer in zip(CASES, answers, strict=True) if not answer]
         reasons = dict.fromkeys(answer for answer in answers if answer)
         rows.append((name, "can run here" if can else "cannot run here", ", ".join(can), "; ".join(reasons)))

@@ -114,7 +114,8 @@ class TrainingProgress(Callback):
 
 def duration(seconds: float) -> str:
     """As people say it: 48 s, 3 min 20 s, 5 h 12 min, 3 days 4 h."""
+    seconds = round(seconds)
     for unit, size, part, smaller in (("days", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if seconds >= size:
-            return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {part}"
-    return f"{seconds:.0f} s"
+            return f"{seconds // size} {unit} {seconds % size // smaller} {part}"
+    return f"{seconds} s"

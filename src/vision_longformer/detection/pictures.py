@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
-from ..files import written_whole
+from ..files import atomic_write
 from .detections import Detection, Patch
 
 COLOURS = (
@@ -147,7 +147,7 @@ def save_image(image: Image.Image, path: str | Path, *, overwrite: bool = False)
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"{path.name} should end in {', '.join(FORMATS)}")
-    with written_whole(path, overwrite=overwrite) as temporary:
+    with atomic_write(path, overwrite=overwrite) as temporary:
         image.save(temporary, FORMATS[path.suffix.lower()], quality=92)
     return path
 

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..files import written_whole
+from ..files import atomic_write
 from .explanation import Explanation
 from .layers import Layer, Strip
 from .pictures import LINE, chosen_heads, chosen_layers, heat
@@ -59,7 +59,7 @@ def write_page(
         "js": "\n".join(map(_part, SCRIPTS)),
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
-    with written_whole(path, overwrite=overwrite) as temporary:
+    with atomic_write(path, overwrite=overwrite) as temporary:
         temporary.write_text(page, "utf-8")
     return path
 

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..errors import check_choice
-from ..files import written_whole
+from ..files import atomic_write
 from .runtime import load_exported
 from .writers import encode_metadata
 
@@ -40,7 +40,7 @@ def quantise(path: str | Path, to: str, output: str | Path | None = None, *, ove
     metadata = load_exported(path).metadata
     if "precision" in metadata:
         raise ValueError(f"{path} is in {metadata['precision']} already; quantise the file that it was made from")
-    with written_whole(output, overwrite=overwrite) as temporary:
+    with atomic_write(output, overwrite=overwrite) as temporary:
         _write(_to_int8(path) if to == "int8" else _to_bf16(path), {**metadata, "precision": to}, temporary)
         load_exported(temporary)
     return output

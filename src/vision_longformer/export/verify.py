@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..data.loading import Progress
 from ..errors import check_choice
-from ..files import written_whole
+from ..files import atomic_write
 from .runtime import as_tuple, load_exported
 from .writers import Shapes, check_onnx, trace, write_onnx, write_pt2
 
@@ -70,7 +70,7 @@ def export_verified(
         if progress is not None:
             progress(next(done), steps)
 
-    with written_whole(path, overwrite=overwrite) as temporary:
+    with atomic_write(path, overwrite=overwrite) as temporary:
         program = trace(module, examples[0], dynamic_shapes)
         step()
         if format == "onnx":

@@ -1,5 +1,5 @@
 """Local attention over a grid with global tokens, as a function of tensors."""
 
-from .local_attention import IMPLEMENTATIONS, automatic, local_attention, why_not
+from .local_attention import IMPLEMENTATIONS, automatic, local_attention
 
-__all__ = ["IMPLEMENTATIONS", "automatic", "local_attention", "why_not"]
+__all__ = ["IMPLEMENTATIONS", "automatic", "local_attention"]

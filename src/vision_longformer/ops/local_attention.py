@@ -89,21 +89,16 @@ def local_attention(
     return _attend(inputs, LocalSpec(grid, window, rule, neighbour_mode, steps, scale), implementation)
 
 
-def why_not(implementation: str, spec: LocalSpec, q: Tensor) -> str | None:
-    """Why ``implementation`` cannot run this, as a sentence; None if it can."""
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
-    return IMPLEMENTATIONS[implementation].refusal(spec, q)
-
-
 def automatic(spec: LocalSpec, q: Tensor) -> str:
     """The implementation that ``auto`` takes: the first that can run this; if none can, the last, to say why not."""
     candidates = PORTABLE if torch.compiler.is_exporting() else AUTOMATIC
-    return next((name for name in candidates if why_not(name, spec, q) is None), candidates[-1])
+    return next((name for name in candidates if IMPLEMENTATIONS[name].refusal(spec, q) is None), candidates[-1])
 
 
 def _attend(inputs: Inputs, spec: LocalSpec, implementation: str) -> Tensor:
     name = automatic(spec, inputs.q) if implementation == "auto" else implementation
-    reason = why_not(name, spec, inputs.q)
+    check_choice("implementation", name, IMPLEMENTATIONS)
+    reason = IMPLEMENTATIONS[name].refusal(spec, inputs.q)
     if reason is None:
         return IMPLEMENTATIONS[name].attend(inputs, spec)
     if isinstance(spec.dilation, tuple):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import written_whole
+from ..files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,7 +116,7 @@ class Pictures(Callback):
         self._run, self._results, self._draw = run, results, draw
 
     def on_evaluate(self, values: dict[str, Any], best: bool) -> None:
-        with written_whole(self._run.path / "curves.png", overwrite=True) as temporary:
+        with atomic_write(self._run.path / "curves.png", overwrite=True) as temporary:
             curves(self._run.records(), self._results).savefig(temporary, format="png", dpi=120)
         if best:
             self._draw(self._run.path)

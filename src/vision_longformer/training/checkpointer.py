@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
-from ..files import written_whole
+from ..files import atomic_write
 from .ema import WeightAverage
 
 
@@ -61,7 +61,7 @@ class Checkpointer:
         state = self._state(counters)
         if self._accelerator.is_main_process:
             path = self._folder / f"step_{counters.step:09d}.pt"
-            with written_whole(path, overwrite=True) as temporary:
+            with atomic_write(path, overwrite=True) as temporary:
                 torch.save(state, temporary)
             for old in self._folder.glob("step_*.pt"):
                 if old.name < path.name:

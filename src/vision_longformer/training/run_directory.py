@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
-from ..files import written_whole
+from ..files import atomic_write
 
 RECIPE, ENVIRONMENT, METRICS = "recipe.yaml", "environment.json", "metrics.jsonl"
 
@@ -32,9 +32,9 @@ class RunDirectory:
         run = cls(path)
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         run.lock()
-        with written_whole(path / ENVIRONMENT) as temporary:
+        with atomic_write(path / ENVIRONMENT) as temporary:
             temporary.write_text(json.dumps(environment(), indent=2) + "\n")
-        with written_whole(path / RECIPE) as temporary:
+        with atomic_write(path / RECIPE) as temporary:
             temporary.write_text(recipe)
         return run
 
@@ -72,7 +72,7 @@ class RunDirectory:
     def forget_after(self, step: int, evaluated: int) -> None:
         """Drop metrics of training after ``step`` and of evaluation after ``evaluated``: a resumed run repeats them."""
         earlier = [line for line in self.records() if line["step"] <= (evaluated if "evaluation" in line else step)]
-        with written_whole(self.path / METRICS, overwrite=True) as temporary:
+        with atomic_write(self.path / METRICS, overwrite=True) as temporary:
             temporary.write_text("".join(map(_json_line, earlier)))
 
 

@@ -7,7 +7,7 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...files import written_whole
+from ...files import atomic_write
 from ..output import print_json, print_line, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def detect_evaluate(
     if not PartialState().is_main_process:
         return
     if results is not None:
-        with written_whole(results) as temporary:
+        with atomic_write(results) as temporary:
             temporary.write_text(json_format.dumps(result.detections))
     if json:
         print_json({"checkpoint": checkpoint, "data": data, "split": split, **_plain(result, per_category)})
