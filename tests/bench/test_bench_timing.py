@@ -150,5 +150,5 @@ def test_round_count() -> None:
 
 
 def test_summary() -> None:
-    assert summary([4.0, 1.0, 2.0, 3.0]) == {"median": 2.5, "q1": 1.75, "q3": 3.25, "best": 1.0}
+    assert summary([9.0, 1.0, 2.0, 3.0]) == {"median": 2.5, "q1": 1.75, "q3": 4.5, "best": 1.0}
     assert summary([2.0]) == {"median": 2.0, "q1": 2.0, "q3": 2.0, "best": 2.0}

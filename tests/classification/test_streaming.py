@@ -10,6 +10,7 @@ import pytest
 from builders import grey_png, grey_samples, write_shards, write_tar
 from classification_builders import UNCHANGED, assert_same, eval_set_of, image_recipe, samples_of, train_set_of
 
+from vision_longformer.classification import streaming
 from vision_longformer.classification.recipe import ClassificationRecipe
 from vision_longformer.data import shards as shards_module
 from vision_longformer.data.images import ImageError
@@ -48,6 +49,14 @@ def test_samples_of_different_shards_are_mixed(shards: Path) -> None:
     """The buffer is larger than an epoch here, so that a batch of 4 hardly ever is of one shard of 8."""
     values = [value for value, _ in samples_of(train_set_of(_recipe(shards, **UNCHANGED)).batches(0))]
     assert len({value // 8 for value in values[:8]}) >= 3
+
+
+def test_every_epoch_has_its_own_order_of_shards(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "SHUFFLE_BUFFER", 1)  # samples come as they are in the shards
+    train_set = train_set_of(_recipe(shards, **UNCHANGED))
+    orders = [[value // 8 for value, _ in samples_of(train_set.batches(epoch))][::8] for epoch in range(3)]
+    assert [sorted(order) for order in orders] == [[0, 1, 2, 3, 4, 5]] * 3
+    assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
 def test_an_epoch_of_shards_may_be_longer_or_shorter(shards: Path) -> None:
