@@ -138,6 +138,7 @@ print(*failed, sep="\\n", end="")
 """
 
 
+@pytest.mark.slow
 def test_timm_knows_the_models_in_any_order_of_imports() -> None:
     """Each order in a process that has imported torch and neither timm nor this package."""
     result = subprocess.run([sys.executable, "-c", RUN_ORDERS, *ORDERS], capture_output=True, text=True)

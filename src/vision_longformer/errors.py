@@ -26,9 +26,9 @@ def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
 
 
 def check_at_least(what: str, value: object, least: int) -> None:
-    """Raise unless ``value`` is a whole number of at least ``least``."""
+    """Raise unless ``value`` is an integer of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{what} is {value!r}; it must be a whole number of at least {least}")
+        raise ValueError(f"{what} is {value!r}; it must be an integer of at least {least}")
 
 
 def check_fraction(what: str, value: float) -> None:

@@ -17,7 +17,7 @@ def atomic_write(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     """
     path = Path(path)
     if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists; give another name or ask to overwrite it")
+        raise FileExistsError(f"{path} exists; choose another name or allow overwriting")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
     os.close(handle)

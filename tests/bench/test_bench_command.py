@@ -150,7 +150,7 @@ def test_changes(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert note == ["note: torch was '2.8', now '2.9'"]
     print_changes(result(row("flex")), now, "old.json")
-    assert _printed(capsys) == [["old.json has nothing in common with this run"]]
+    assert _printed(capsys) == [["old.json has no case in common with this run"]]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_changes(capsys: pytest.CaptureFixture[str]) -> None:
         (["attention", "--sizes", "0x4"], ["0x4"]),
         (["attention", "--sizes", ","], ["','"]),
         (["attention", "--baseline", "fussed"], ["baseline 'fussed'"]),
-        (["windows", "--windows", "7,x"], ["'x'", "whole numbers"]),
+        (["windows", "--windows", "7,x"], ["'x'", "integers"]),
         (["windows", "--windows", "0"], ["window is 0"]),
         (["models", "--models", "swin_tinny"], ["swin_tinny", "did you mean"]),
         (["shift", "--models", "resnet50"], ["resnet50", "random shift"]),

@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import NoReturn
 
 import pytest
@@ -31,11 +32,12 @@ def test_peak_growth_includes_what_is_freed_again() -> None:
         a, b = torch.ones(64 * MEGABYTE // 4), torch.ones(32 * MEGABYTE // 4)
         return float(a[0] + b[0])
 
-    for _ in range(2):
-        assert 63 < peak_growth(one_by_one, torch.device("cpu")) / MEGABYTE < 80
-        assert 95 < peak_growth(together, torch.device("cpu")) / MEGABYTE < 112
+    for run, least, most in ((one_by_one, 63, 80), (together, 95, 112)):
+        growths = [peak_growth(run, torch.device("cpu")) / MEGABYTE for _ in range(5)]
+        assert least < median(growths) < most  # of a single one, the rest of the process may give memory back meanwhile
 
 
+@pytest.mark.slow
 def test_memory_of_a_detectors_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """More memory for a larger image, and a sentence where nothing can be measured."""
     monkeypatch.setitem(zoo.MODELS, "vil", replace(SMALL_MODELS["vil"]))

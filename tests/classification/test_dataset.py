@@ -208,8 +208,8 @@ def test_in_memory_resizes_and_takes_colour_away(arrays: Path) -> None:
     ("changes", "message"),
     [
         ({"crop": "random_resized"}, "in_memory cannot crop 'random_resized'"),
-        ({"color_jitter": 0.4}, "in_memory changes no colours"),
-        ({"auto_augment": "rand-m9"}, "in_memory changes no colours"),
+        ({"color_jitter": 0.4}, "in_memory does not support colour"),
+        ({"auto_augment": "rand-m9"}, "in_memory does not support colour"),
     ],
 )
 def test_in_memory_refuses_what_it_cannot_do(arrays: Path, changes: dict[str, Any], message: str) -> None:
@@ -226,7 +226,7 @@ def test_in_memory_is_for_arrays(folder: Path) -> None:
 
 
 def test_batches_that_cannot_be_divided(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"batch_size is 4; it must be divisible by 3 \(processes: 3, accumulate: 1\)"):
+    with pytest.raises(ValueError, match="batch_size 4 is not divisible by 3 processes × accumulate 1; use 3"):
         train_set_of(image_recipe(folder), 0, 3)
     with pytest.raises(ValueError, match="batch_size is 16, but there are only 12 images to train on"):
         train_set_of(image_recipe(folder, batch_size=16))
@@ -241,9 +241,9 @@ def test_evaluation_takes_the_names_of_the_model_or_of_the_data(folder: Path) ->
     two = replace(preprocessing, classes=("0", "1"))
     with pytest.raises(ValueError, match=r"num_classes is 2, but .* has 3 classes"):
         open_eval_set(str(folder), "val", two, named=False, **options)
-    with pytest.raises(ValueError, match="batch_size is 0; it must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="batch_size is 0; it must be an integer of at least 1"):
         open_eval_set(str(folder), "val", preprocessing, batch_size=0, workers=0)
-    with pytest.raises(ValueError, match="workers is -1; it must be a whole number of at least 0"):
+    with pytest.raises(ValueError, match="workers is -1; it must be an integer of at least 0"):
         open_eval_set(str(folder), "val", preprocessing, batch_size=1, workers=-1)
 
 

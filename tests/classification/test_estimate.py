@@ -51,9 +51,9 @@ def test_a_dry_run_says_what_it_would_take(images: Path, capsys: pytest.CaptureF
     assert "30" in output  # optimiser steps
     assert "whole training on this machine" in output
     main(["train", "cifar10", "--data", "nowhere", "--dry-run"])
-    assert "1,281,167 images of 1,000 classes (assumed: the data are not here)" in capsys.readouterr().out
+    assert "1,281,167 images of 1,000 classes (assumed; the data were not found)" in capsys.readouterr().out
 
 
 def test_settings_that_cannot_train_are_refused(images: Path) -> None:
-    with pytest.raises(ValueError, match="in_memory changes no colours"):
+    with pytest.raises(ValueError, match="in_memory does not support colour"):
         estimate(image_recipe(images, **{**IN_MEMORY, "color_jitter": 0.4}))

@@ -16,8 +16,8 @@ from PIL import Image
 from torch import Tensor, distributed, nn
 
 from vision_longformer import save
-from vision_longformer.classification.evaluate import equally_many, evaluate, evaluate_model
-from vision_longformer.classification.metrics import Score
+from vision_longformer.classification.evaluate import evaluate, evaluate_model, pad_to_longest
+from vision_longformer.classification.metrics import Meter
 from vision_longformer.classification.preprocessing import Preprocessing
 from vision_longformer.cli.evaluate import evaluate as evaluate_command
 from vision_longformer.cli.parser import Group, run_command
@@ -118,12 +118,12 @@ def test_processes_run_as_many_batches_as_the_one_with_most(monkeypatch: pytest.
     others = iter([1, 1, 1, 0])
     monkeypatch.setattr(distributed, "all_reduce", lambda flag: flag.add_(next(others)))
     own = torch.ones(2, 3, 64, 64), torch.tensor([1, 4])
-    first, *extra = equally_many([own], (3, 64, 64), torch.device("cpu"))
+    first, *extra = pad_to_longest([own], (3, 64, 64), torch.device("cpu"))
     assert first is own
     assert [(images.shape, len(labels)) for images, labels in extra] == [((1, 3, 64, 64), 0)] * 2
-    score = Score(5, "cpu")
-    score.add(torch.randn(1, 5)[:0], extra[0][1])
-    assert score.result().samples == 0
+    meter = Meter(5, "cpu")
+    meter.add(torch.randn(1, 5)[:0], extra[0][1])
+    assert meter.result().samples == 0
 
 
 # Checkpoints
@@ -214,9 +214,9 @@ def test_the_data_are_opened_once(
     ("options", "message"),
     [
         ({"precision": "fp8"}, "unknown precision 'fp8'; did you mean 'fp"),
-        ({"batch_size": 0}, "batch_size is 0; it must be a whole number of at least 1"),
-        ({"workers": -1}, "workers is -1; it must be a whole number of at least 0"),
-        ({"size": 0}, "size is 0; it must be a whole number of at least 1"),
+        ({"batch_size": 0}, "batch_size is 0; it must be an integer of at least 1"),
+        ({"workers": -1}, "workers is -1; it must be an integer of at least 0"),
+        ({"size": 0}, "size is 0; it must be an integer of at least 1"),
     ],
 )
 def test_wrong_input_of_evaluate(checkpoint: Path, options: dict[str, int | str], message: str) -> None:

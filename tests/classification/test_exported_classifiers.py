@@ -82,10 +82,11 @@ def test_one_file_for_any_size(exported_model: ExportedModel, checkpoint: Path) 
                 assert_close(exported_model(images), model(images), 1e-5, f"logits of {batch} images of {size}")
 
 
-def test_rivals_at_a_fixed_size(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_other_mechanisms_at_a_fixed_size(tmp_path: Path) -> None:
     """One of each after another, and not at the size that tables and projections were made for."""
-    rivals = (cfg.Full(), cfg.GlobalMemory(), cfg.Linformer(6), cfg.SpatialReduction(4), cfg.Performer(8))
-    model = _model(*rivals, patches=(4, 1, 1, 1, 1))
+    mechanisms = (cfg.Full(), cfg.GlobalMemory(), cfg.Linformer(6), cfg.SpatialReduction(4), cfg.Performer(8))
+    model = _model(*mechanisms, patches=(4, 1, 1, 1, 1))
     exported = export_model(model, tmp_path / "model.onnx", size=(40, 28))
     images = image(40, 28, batch=3)
     with torch.no_grad():
@@ -210,14 +211,14 @@ def test_wrong_input(checkpoint: Path, tmp_path: Path) -> None:
     headless = save(VisionLongformer(SMALL_MODELS["two_stages"], num_classes=0), tmp_path / "headless.safetensors")
     with pytest.raises(CheckpointError, match="has no classes"):
         _vil("export", headless)
-    with pytest.raises(ValueError, match="no classes to tell apart; export it as a backbone"):
+    with pytest.raises(ValueError, match="no classification head; export it as a backbone"):
         export_model(load(headless), tmp_path / "headless.onnx")
 
 
 def test_files_that_are_no_exported_models(tmp_path: Path, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As :mod:`test_runtime` tests it of the files themselves, and before anything is traced."""
     (tmp_path / "broken.onnx").write_bytes(b"not a model")
-    with pytest.raises(CheckpointError, match=r"broken\.onnx is not a whole \.onnx file"):
+    with pytest.raises(CheckpointError, match=r"broken\.onnx is a damaged \.onnx file"):
         predict(tmp_path / "broken.onnx", [photo])
     monkeypatch.setattr(writers, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="ONNX needs onnx, onnxscript, onnxruntime; install with: pip install"):
@@ -265,7 +266,7 @@ def test_full_width_and_size(size: str, format: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism", ["full", "global", "linformer", "sra64", "performer", "partial_vil"])
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
-def test_full_size_rivals(mechanism: str, format: str, tmp_path: Path) -> None:
+def test_other_mechanisms_at_full_size(mechanism: str, format: str, tmp_path: Path) -> None:
     model = create_model(f"msvit_tiny_1_1_9_1_{mechanism}")
     exported = export_model(model, tmp_path / f"model.{format}", format=format)
     assert max(one.difference for one in exported.differences) <= 1e-4

@@ -104,7 +104,7 @@ def test_wrong_input_of_predict(checkpoint: Path, photo: Path, tmp_path: Path) -
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"the folder .*empty has no images in it"):
         predict(checkpoint, [tmp_path / "empty"])
-    with pytest.raises(ValueError, match="top is 0; it must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="top is 0; it must be an integer of at least 1"):
         predict(checkpoint, [photo], top=0)
     with pytest.raises(ValueError, match="size is 0"):
         predict(checkpoint, [photo], size=0)
@@ -113,7 +113,7 @@ def test_wrong_input_of_predict(checkpoint: Path, photo: Path, tmp_path: Path) -
 def test_checkpoints_that_are_no_classifiers(photo: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no file"):
         predict(tmp_path / "none.safetensors", [photo])
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match="damaged safetensors file"):
         predict(photo, [photo])
     headless = save(VisionLongformer(SMALL_MODELS["two_stages"], num_classes=0), tmp_path / "headless.safetensors")
     with pytest.raises(CheckpointError, match="is no classifier: its model has no classes"):

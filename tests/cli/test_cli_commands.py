@@ -186,7 +186,7 @@ def test_table_cost_for_programs(vil: Any) -> None:
         (["convert", "no.pth", "b.safetensors", "--arch", "l1", "--to", "vision_longformer_tin"], "did you mean"),
         (
             ["convert", "no.pth", "b.safetensors", "--arch", "l1", "--mode", "two"],
-            "argument --mode: 'two' is not a whole number",
+            "argument --mode: 'two' is not an integer",
         ),
     ],
 )

@@ -85,8 +85,8 @@ def test_settings_are_text_by_the_names_of_python(spelling: str) -> None:
     ("argv", "sentence"),
     [
         (["oil", "paint", "board"], "the following arguments are required: colours"),
-        (["oil", "paint", "board", "red", "--coats", "many"], "argument --coats: 'many' is not a whole number"),
-        (["oil", "paint", "board", "red", "--first_coat", "1.5"], "argument --first-coat: '1.5' is not a whole number"),
+        (["oil", "paint", "board", "red", "--coats", "many"], "argument --coats: 'many' is not an integer"),
+        (["oil", "paint", "board", "red", "--first_coat", "1.5"], "argument --first-coat: '1.5' is not an integer"),
         (["oil", "paint", "board", "red", "--gloss", "high"], "argument --gloss: 'high' is not a number"),
         (["oil", "paint", "board", "red", "--signed", "perhaps"], "argument --signed: 'perhaps' is not true or false"),
         (["oil", "paint", "board", "red", "--dry", "x"], "unrecognized arguments: --dry x"),

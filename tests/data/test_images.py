@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vision_longformer.data.images import LARGEST, ImageError, decode_image, image_files
+from vision_longformer.data.images import MAX_PIXELS, ImageError, decode_image, image_files
 
 RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
 
@@ -136,7 +136,7 @@ def _bomb(width: int, height: int) -> bytes:
 
 
 def test_bombs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LARGEST < 16_000 * 16_000
+    assert MAX_PIXELS < 16_000 * 16_000
     with pytest.raises(ImageError, match=r"bomb.png is refused as a decompression bomb: .*256000000 pixels"):
         decode_image(_bomb(16_000, 16_000), name="bomb.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)

@@ -52,9 +52,9 @@ def test_processes_take_consecutive_parts_and_cut_them_into_micro_batches() -> N
 
 
 def test_batches_that_cannot_be_divided() -> None:
-    with pytest.raises(ValueError, match=r"batch_size is 4; it must be divisible by 3 \(processes: 3, accumulate: 1\)"):
+    with pytest.raises(ValueError, match="batch_size 4 is not divisible by 3 processes × accumulate 1; use 3"):
         Batching(4, 1, Process(0, 3))
-    with pytest.raises(ValueError, match=r"batch_size is 4; it must be divisible by 6 \(processes: 2, accumulate: 3\)"):
+    with pytest.raises(ValueError, match="batch_size 4 is not divisible by 2 processes × accumulate 3; use 6"):
         Batching(4, 3, Process(0, 2))
     with pytest.raises(ValueError, match="batch_size is 16, but there are only 12 images to train on"):
         Batching(16, 1, Process()).micro_batches(12)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vision_longformer.data.randomness import derive, seeded
+from vision_longformer.data.randomness import derive_seed, seeded
 
 
 def test_derived_seeds_are_those_of_every_earlier_run() -> None:
@@ -16,13 +16,13 @@ def test_derived_seeds_are_those_of_every_earlier_run() -> None:
 
     The digests are those of ``printf "(0, 'order', 3)" | b2sum -l 64``.
     """
-    assert derive(0, "order", 3) == int.from_bytes(bytes.fromhex("0ab773f00dadd2e4"), "little") >> 1
-    assert derive(7, "mix", 0, 1) == int.from_bytes(bytes.fromhex("c23f150b5cc3a337"), "little") >> 1
+    assert derive_seed(0, "order", 3) == int.from_bytes(bytes.fromhex("0ab773f00dadd2e4"), "little") >> 1
+    assert derive_seed(7, "mix", 0, 1) == int.from_bytes(bytes.fromhex("c23f150b5cc3a337"), "little") >> 1
 
 
 def test_derived_seeds_differ() -> None:
     keys = [(seed, name, step) for seed in range(4) for name in ("mix", "shift") for step in range(50)]
-    seeds = {derive(*key) for key in keys}
+    seeds = {derive_seed(*key) for key in keys}
     assert len(seeds) == len(keys)
     assert all(0 <= seed < 2**63 for seed in seeds)
 

@@ -76,7 +76,7 @@ def test_npz_without_names_and_splits(tmp_path: Path) -> None:
     assert _samples(open_source(path, "train")) == grey_samples()
     assert open_source(path, "train", num_classes=5).classes == ("0", "1", "2", "3", "4")
     assert open_source(path, "train", classes=IMAGE_CLASSES).classes == IMAGE_CLASSES
-    with pytest.raises(ValueError, match="has no split 'validation'; ask for split 'train'"):
+    with pytest.raises(ValueError, match="has no split 'validation'; use split 'train'"):
         open_source(path, "validation")
 
 
@@ -85,8 +85,8 @@ def test_npz_without_names_and_splits(tmp_path: Path) -> None:
     [
         ({"train_y": np.array([0, 1, 7, 2])}, "label 7 of image 2 of .*bad.npz .train. is out of range; the 3 classes"),
         ({"train_y": np.array([0, -1, 2, 2])}, "label -1 of image 1 of .* is out of range"),
-        ({"train_y": np.zeros(3, int)}, r"they should be 4 whole numbers"),
-        ({"train_y": np.zeros(4)}, "they should be 4 whole numbers"),
+        ({"train_y": np.zeros(3, int)}, r"they should be 4 integers"),
+        ({"train_y": np.zeros(4)}, "they should be 4 integers"),
         ({"train_x": np.zeros((4, 8, 8))}, r"are float64 of shape \(4, 8, 8\); they should be uint8"),
         ({"train_x": np.zeros((4, 8, 8, 2), np.uint8)}, r"of shape \(4, 8, 8, 2\); they should be uint8"),
         ({"train_x": np.zeros((0, 8, 8), np.uint8), "train_y": np.zeros(0, int)}, "holds no images"),
@@ -122,7 +122,7 @@ def test_missing_folders(tmp_path: Path, folder: Path) -> None:
         open_source(str(tmp_path / "missing"), "train")
     with pytest.raises(FileNotFoundError, match=r"has no folder 'final', only train, val"):
         open_source(str(folder), "final")
-    with pytest.raises(ValueError, match=r"has no split 'validation'; ask for split 'train'"):
+    with pytest.raises(ValueError, match=r"has no split 'validation'; use split 'train'"):
         open_source(str(folder / "train"), "validation")
     with pytest.raises(ValueError, match="has no class folders"):
         open_source(str(folder / "train" / "cat"), "train")
@@ -210,7 +210,7 @@ def test_files_that_are_not_what_they_seem(tmp_path: Path) -> None:
     for suffix in ("npz", "tar", "zip"):
         path = tmp_path / f"text.{suffix}"
         path.write_text("text" * 500)
-        with pytest.raises(ValueError, match=rf"text.{suffix} is not a whole .{suffix} file|pickle"):
+        with pytest.raises(ValueError, match=rf"text.{suffix} is a damaged .{suffix} file|pickle"):
             open_source(str(path), "train")
     with pytest.raises(ValueError, match="has no arrays train_x and train_y, only images"):
         open_source(str(write_npz(tmp_path / "other.npz", images=np.zeros(1))), "train")

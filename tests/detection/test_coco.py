@@ -56,7 +56,7 @@ def test_places_without_annotations(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no annotations of split 'train'; they should be in annotations/"):
         open_detection(str(tmp_path), "train")
     for text, message in (
-        ("{", "is not a whole JSON file"),
+        ("{", "is not valid JSON"),
         ("[]", "not in COCO's format: there is no list of images"),
     ):
         (tmp_path / "train.json").write_text(text)
@@ -135,7 +135,7 @@ BAD = [
     ({"image_id": 77}, "belongs to an image that the data set does not have"),
     ({"image_id": [1]}, "belongs to an image that the data set does not have"),
     ({"id": 1}, "has an id that another annotation has"),
-    ({"id": "nine"}, "has no id that is a whole number"),
+    ({"id": "nine"}, "has no id that is an integer"),
     ({"segmentation": [[1, 2, 3, 4]]}, "has a mask whose outline is no list of x, y"),
     ({"segmentation": [[5, 5, 90, 5, 90, 15]]}, "has a mask that leaves its image of 40×30"),
     ({"segmentation": {"size": [40, 30], "counts": [1200]}}, "mask of height and width [40, 30], but its image is [30"),
@@ -221,7 +221,7 @@ def test_check_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     """Every split that there is; exit code 1 if anything is wrong."""
     write_coco(tmp_path)
     detect_check(str(tmp_path))
-    assert "3 images, 3 annotations, nothing wrong" in capsys.readouterr().out
+    assert "3 images, 3 annotations, no problems" in capsys.readouterr().out
     write_coco(
         tmp_path, coco_content([coco_annotation(4, bbox=[0, 0, 0, 0])]), "annotations/instances_val2017.json", "val2017"
     )
@@ -230,7 +230,7 @@ def test_check_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         detect_check(str(tmp_path))
     assert stop.value.code == 1
     lines = capsys.readouterr().out.splitlines()
-    assert any("instances_train.json" in line and "nothing wrong" in line for line in lines)
+    assert any("instances_train.json" in line and "no problems" in line for line in lines)
     assert any(line.split()[:2] == ["1", "4"] and "zero area" in line for line in lines)
     assert any(line.split()[:1] == ["2"] and "1.png is missing" in line for line in lines)
     detect_check(str(tmp_path), split="train")

@@ -33,7 +33,7 @@ def test_checkpoint_round_trip(detector: str, tmp_path: Path) -> None:
     for (name, tensor), (same, expected) in zip(restored.state_dict().items(), model.state_dict().items(), strict=True):
         assert name == same
         assert torch.equal(tensor, expected)
-    with pytest.raises(FileExistsError, match="exists; give another name"):
+    with pytest.raises(FileExistsError, match="exists; choose another name"):
         save_detector(model, path)
     save_detector(model, path, overwrite=True)
 
@@ -57,9 +57,9 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no file"):
         load_detector(tmp_path / "none.safetensors")
     (tmp_path / "half.safetensors").write_bytes(detector.read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match="is a damaged safetensors file"):
         load_detector(tmp_path / "half.safetensors")
-    with pytest.raises(ValueError, match="a Linear is no detector"):
+    with pytest.raises(ValueError, match="a Linear was not built by build_detector"):
         save_detector(nn.Linear(1, 1), tmp_path / "l.safetensors")
 
 

@@ -31,7 +31,7 @@ def test_configuration_survives_json() -> None:
         ({"levels": (4, 5)}, "vil has 4 stages; give levels up to 4"),
         ({"levels": (2, 1)}, "give stages that follow one another"),
         ({"levels": ()}, "levels is empty"),
-        ({"num_classes": 0}, "num_classes is 0; it must be a whole number of at least 1"),
+        ({"num_classes": 0}, "num_classes is 0; it must be an integer of at least 1"),
         ({"min_size": (0,)}, "min_size is 0"),
         ({"score_threshold": 2.0}, "score_threshold is 2.0; it must be between 0 and 1"),
         ({"anchor_scale": 0.0}, "must be positive"),

@@ -245,10 +245,10 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         export(checkpoint, dynamic=True)
     with pytest.raises(ValueError, match=r"d\.pt2 should end in \.onnx"):
         export(checkpoint, str(tmp_path / "d.pt2"))
-    with pytest.raises(ValueError, match="a Linear is no detector of build_detector"):
+    with pytest.raises(ValueError, match="a Linear was not built by build_detector"):
         export_detector(nn.Linear(1, 1), tmp_path / "d.onnx")
     (tmp_path / "broken.onnx").write_bytes(b"no model")
-    with pytest.raises(CheckpointError, match=r"broken\.onnx is not a whole \.onnx file"):
+    with pytest.raises(CheckpointError, match=r"broken\.onnx is a damaged \.onnx file"):
         open_detector(tmp_path / "broken.onnx")
     for metadata, message in (
         ({"kind": "classifier"}, r"x\.onnx is an exported classifier; a detector was asked for"),

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vision_longformer.detection.detections import Detection, Patch
+from vision_longformer.detection.detections import Detection, MaskCrop
 from vision_longformer.detection.pictures import COLOURS, DRAWN, draw_detections, page, save_image
 
 
-def _mask(top: int, left: int, height: int, width: int) -> Patch:
-    return Patch(top, left, np.ones((height, width), dtype=bool))
+def _mask(top: int, left: int, height: int, width: int) -> MaskCrop:
+    return MaskCrop(top, left, np.ones((height, width), dtype=bool))
 
 
 def test_objects_are_drawn_where_they_are() -> None:

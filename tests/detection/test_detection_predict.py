@@ -203,7 +203,7 @@ def test_refused_arguments(tmp_path: Path, photo: Path) -> None:
     checkpoint = str(write_detector(tmp_path / "detector.safetensors", None, num_classes=2))
     with pytest.raises(ValueError, match="threshold is 2; it must be between 0 and 1"):
         detect_predict(checkpoint, [str(photo)], threshold=2)
-    with pytest.raises(ValueError, match="tile is 10; it must be a whole number of at least 64"):
+    with pytest.raises(ValueError, match="tile is 10; it must be an integer of at least 64"):
         detect_predict(checkpoint, [str(photo)], tile=10)
     with pytest.raises(FileNotFoundError, match=r"there is no image .*nothing\.jpg"):
         detect_predict(checkpoint, [str(tmp_path / "nothing.jpg")])

@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from pycocotools import mask as rle
 
-from vision_longformer.detection.detections import Category, Patch, coco_result, detections_from_output
+from vision_longformer.detection.detections import Category, MaskCrop, coco_result, detections_from_output
 
 
 def test_masks_are_kept_without_their_surroundings() -> None:
     mask = np.zeros((40, 50), dtype=bool)
     mask[10:13, 20:24] = True
-    patch = Patch.around(mask)
+    patch = MaskCrop.around(mask)
     assert (patch.top, patch.left, patch.pixels.shape) == (10, 20, (3, 4))
     assert np.array_equal(patch.on(40, 50), mask)
-    assert not Patch.around(np.zeros((4, 5), dtype=bool)).on(4, 5).any()
+    assert not MaskCrop.around(np.zeros((4, 5), dtype=bool)).on(4, 5).any()
 
 
 def test_detections_of_an_output() -> None:

@@ -14,7 +14,7 @@ LONGEST = {"From an image to logits": 12, "From a command to a training step": 1
 def test_every_file_named_exists() -> None:
     named = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", PAGE))
     assert len(named) > 40
-    homes = (PACKAGE, ROOT, PACKAGE / "training")  # "the task's `recipe.py`" is in each task's room
+    homes = (PACKAGE, ROOT, PACKAGE / "training")  # "the task's `recipe.py`" is in each task's package
     assert [name for name in sorted(named) if not any((home / name).exists() for home in homes)] == []
 
 
@@ -26,7 +26,7 @@ def test_walks_are_short_and_never_return() -> None:
         assert len(set(files)) == len(files) <= LONGEST.get(title, 12), title
 
 
-def test_every_room_is_described() -> None:
+def test_every_package_is_described() -> None:
     table = PAGE.split("## Four walks")[0]
-    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert {room for room in rooms if f"`{room}/`" not in table} == set()
+    packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert {name for name in packages if f"`{name}/`" not in table} == set()

@@ -50,7 +50,7 @@ def test_not_a_number_is_a_difference(position: int) -> None:
 
 
 def test_other_shapes_and_numbers_of_outputs() -> None:
-    with pytest.raises(ExportError, match=r"makes \(2,\) of an input of \(1, 2\), its model \(3,\); no file"):
+    with pytest.raises(ExportError, match=r"returns \(2,\) for an input of \(1, 2\), its model \(3,\); no file"):
         compare(_constant([1.0, 2.0]), _constant([1.0, 2.0, 3.0]), INPUT)
     with pytest.raises(ValueError, match="zip"):
         compare(_constant([1.0]), _constant([1.0], [2.0]), INPUT)

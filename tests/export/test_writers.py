@@ -15,6 +15,7 @@ from vision_longformer import __version__
 from vision_longformer.errors import CheckpointError
 from vision_longformer.export import load_exported, writers
 from vision_longformer.export.writers import (
+    Graph,
     decode_metadata,
     encode_metadata,
     file_metadata,
@@ -74,8 +75,7 @@ def test_onnx_has_names_metadata_and_no_paths(tmp_path: Path) -> None:
     """The batch may vary, and be 1; where the program was traced is not in the file."""
     path, shapes = tmp_path / "scale.onnx", ({0: Dim("batch", min=1)},)
     program = trace(Scale().eval(), (torch.ones(2, 3),), shapes)
-    names = {"input_names": ["images"], "output_names": ["scaled", "sums"]}
-    write_onnx(program, path, **names, metadata=METADATA, dynamic_shapes=shapes)
+    write_onnx(Graph(program, ["images"], ["scaled", "sums"], shapes), path, METADATA)
     session = onnxruntime.InferenceSession(path)
     assert [(one.name, one.shape) for one in session.get_inputs()] == [("images", ["batch", 3])]
     assert [(one.name, one.shape) for one in session.get_outputs()] == [("scaled", ["batch", 3]), ("sums", ["batch"])]
@@ -86,7 +86,8 @@ def test_onnx_has_names_metadata_and_no_paths(tmp_path: Path) -> None:
 
 
 def test_pt2_has_metadata(tmp_path: Path) -> None:
-    write_pt2(trace(Scale().eval(), (torch.ones(2, 3),)), tmp_path / "scale.pt2", metadata=METADATA)
+    graph = Graph(trace(Scale().eval(), (torch.ones(2, 3),)), ["images"], ["scaled", "sums"])
+    write_pt2(graph, tmp_path / "scale.pt2", METADATA)
     exported = load_exported(tmp_path / "scale.pt2")
     assert exported.metadata == METADATA
     assert exported(torch.ones(2, 3))[1].tolist() == [3.0, 3.0]

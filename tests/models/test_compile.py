@@ -21,7 +21,9 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "partial" in name else name for name in SMALL_MODELS]
+)
 def test_full_graph(name: str) -> None:
     model = build(name).eval()
     x = image(97, 143)

@@ -28,12 +28,12 @@ def model(*stages: StageConfig, **changes: Any) -> ModelConfig:
     [
         ({"dim": 796, "heads": 12}, "dim=796 is not divisible by heads=12; use dim=792 or dim=804"),
         ({"dim": 2, "heads": 3}, "dim=2 is not divisible by heads=3; use dim=3 or dim=6"),
-        ({"dim": 0}, "dim is 0; it must be a whole number of at least 1"),
-        ({"depth": 0}, "depth is 0; it must be a whole number of at least 1"),
-        ({"heads": 0}, "heads is 0; it must be a whole number of at least 1"),
-        ({"patch": -2}, "patch is -2; it must be a whole number of at least 1"),
-        ({"patch": 2.0}, "patch is 2.0; it must be a whole number"),
-        ({"global_tokens": -1}, "global_tokens is -1; it must be a whole number of at least 0"),
+        ({"dim": 0}, "dim is 0; it must be an integer of at least 1"),
+        ({"depth": 0}, "depth is 0; it must be an integer of at least 1"),
+        ({"heads": 0}, "heads is 0; it must be an integer of at least 1"),
+        ({"patch": -2}, "patch is -2; it must be an integer of at least 1"),
+        ({"patch": 2.0}, "patch is 2.0; it must be an integer"),
+        ({"global_tokens": -1}, "global_tokens is -1; it must be an integer of at least 0"),
         ({"position": "relativ"}, "unknown position 'relativ'; did you mean 'relative'"),
         ({"dim": 9, "position": "absolute"}, "dim=9 is odd; use dim=10 or position='relative'"),
         (
@@ -58,16 +58,16 @@ def test_a_mechanism_must_be_a_config_object() -> None:
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
-        (cfg.Longformer, {"window": 0}, "window is 0; it must be a whole number of at least 1"),
-        (cfg.Longformer, {"window": 7.5}, "window is 7.5; it must be a whole number"),
+        (cfg.Longformer, {"window": 0}, "window is 0; it must be an integer of at least 1"),
+        (cfg.Longformer, {"window": 7.5}, "window is 7.5; it must be an integer"),
         (cfg.Longformer, {"window": True}, "window is True"),
         (cfg.Longformer, {"rule": "chunks"}, "unknown window rule 'chunks'; did you mean 'chunk'"),
         (cfg.Longformer, {"rule": "ciclic"}, "did you mean 'cyclic'"),
-        (cfg.Linformer, {"features": 0}, "features is 0; it must be a whole number of at least 1"),
-        (cfg.Performer, {"features": 0}, "features is 0; it must be a whole number of at least 1"),
+        (cfg.Linformer, {"features": 0}, "features is 0; it must be an integer of at least 1"),
+        (cfg.Performer, {"features": 0}, "features is 0; it must be an integer of at least 1"),
         (cfg.Performer, {"kernel": "softmx"}, "unknown Performer kernel 'softmx'; did you mean 'softmax'"),
         (cfg.Performer, {"stabiliser": "images"}, "unknown stabiliser 'images'; did you mean 'image'"),
-        (cfg.SpatialReduction, {"ratio": 0}, "ratio is 0; it must be a whole number of at least 1"),
+        (cfg.SpatialReduction, {"ratio": 0}, "ratio is 0; it must be an integer of at least 1"),
     ],
 )
 def test_bad_mechanisms(cls: type, options: dict, message: str) -> None:
@@ -82,8 +82,8 @@ PLAIN = cfg.Longformer(window=2)
     ("changes", "message"),
     [
         ({"stages": ()}, "stages is empty; a model needs at least one stage"),
-        ({"in_chans": 0}, "in_chans is 0; it must be a whole number of at least 1"),
-        ({"num_classes": -1}, "num_classes is -1; it must be a whole number of at least 0"),
+        ({"in_chans": 0}, "in_chans is 0; it must be an integer of at least 1"),
+        ({"num_classes": -1}, "num_classes is -1; it must be an integer of at least 0"),
         ({"given_token_dim": -4}, "given_token_dim is -4"),
         ({"img_size": 0}, r"image size is 0; give one positive number or \(height, width\)"),
         ({"img_size": (224,)}, r"image size is \(224,\)"),

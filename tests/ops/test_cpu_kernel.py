@@ -114,7 +114,7 @@ def test_many_tiles() -> None:
 
 @pytest.mark.usefixtures("_level")
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("grid", [(34, 34), (17, 33)])
+@pytest.mark.parametrize("grid", [pytest.param((34, 34), marks=pytest.mark.slow), (17, 33)])
 def test_heads_together(grid: tuple[int, int], rule: str) -> None:
     """Maps of so many tiles that backward works on heads together: all five, or in passes of one and two."""
     check(Case(grid, 2, rule, batch=1, heads=5))

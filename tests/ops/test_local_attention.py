@@ -463,8 +463,8 @@ def call(**changes: object) -> Tensor:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window": 0}, "window is 0; it must be a whole number of at least 1"),
-        ({"window": 1.5}, "window is 1.5; it must be a whole number"),
+        ({"window": 0}, "window is 0; it must be an integer of at least 1"),
+        ({"window": 1.5}, "window is 1.5; it must be an integer"),
         ({"rule": "exakt"}, "unknown window rule 'exakt'; did you mean 'exact'?"),
         ({"neighbours": 0}, "neighbours is 0; a neighbour is 1..8, or use 'all' or 'self'"),
         ({"neighbours": 9}, "neighbours is 9; a neighbour is 1..8"),
@@ -479,7 +479,7 @@ def call(**changes: object) -> Tensor:
         ({"v": torch.zeros(2, 7, 2, 3)}, r"v \(2, 7, 2, 3\); both must be"),
         ({"bias": torch.zeros(2, 5, 5)}, r"bias is \(2, 5, 5\); window 2 needs \(2, 7, 7\)"),
         ({"global_bias": torch.zeros(2, 3)}, r"global_bias is \(2, 3\); it must be \(2, 1\)"),
-        ({"rule": "exact", "dilation": 0}, "dilation is 0; it must be a whole number of at least 1"),
+        ({"rule": "exact", "dilation": 0}, "dilation is 0; it must be an integer of at least 1"),
         ({"rule": "exact", "dilation": (1, 2, 3)}, "dilation names 3 heads, but there are 2"),
         ({"dilation": 2}, "dilation above 1 is defined for rule 'exact' with all neighbours only, not for 'chunk'"),
         ({"rule": "exact", "neighbours": "self", "dilation": 2}, "not for 'exact', 'self'"),

@@ -93,7 +93,7 @@ def test_dilation_per_head(interpreted: Callable[..., None]) -> None:
     interpreted("dilation_per_head", dilation=(1, 3), grid=(4, 5), window=2, dim=16, batch=1)
 
 
-@pytest.mark.parametrize("name", ["projection", "registered", "refusals"])
+@pytest.mark.parametrize("name", ["projection", pytest.param("registered", marks=pytest.mark.slow), "refusals"])
 def test_contracts(interpreted: Callable[..., None], name: str) -> None:
     interpreted(name)
 

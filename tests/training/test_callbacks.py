@@ -122,3 +122,13 @@ def test_there_are_curves_after_each_evaluation_and_pictures_of_each_new_best_mo
     assert drawn == [run.path]
     assert len(pages) == 2
     assert (pages[0] != pages[1]).any()
+
+
+def test_pictures_that_cannot_be_drawn_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(folder: Path) -> None:
+        raise OSError("no font")
+
+    run = RunDirectory.create(tmp_path / "run", "")
+    Pictures(run, ("top1",), fail).on_evaluate({"step": 40, "evaluation": {"top1": 1.0}}, True)
+    assert caplog.messages == ["the pictures of step 40 could not be drawn: no font"]
+    assert (run.path / "curves.png").exists()

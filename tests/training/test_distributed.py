@@ -21,7 +21,7 @@ from vision_longformer.training.callbacks import Callback
 from vision_longformer.training.distributed import (
     agree,
     autocast,
-    from_main,
+    broadcast_from_main,
     make_accelerator,
     mean_over_processes,
 )
@@ -67,16 +67,12 @@ def in_one_process(rank: int, folder: Path, port: int) -> None:
     accelerator = make_accelerator(LOGGED)
     seen: dict[str, Any] = {
         "means": mean_over_processes(accelerator, {"a": torch.tensor(1.0 + rank), "b": torch.tensor(10.0 * rank)}),
-        "from_main": from_main(accelerator, f"of process {rank}"),
+        "from_main": broadcast_from_main(accelerator, f"of process {rank}"),
         "nothing": agree(accelerator, 0, False),
         "clock_of_main": agree(accelerator, 0, rank == 0),
         "clock_of_other": agree(accelerator, 0, rank == 1),
         "signal_of_other": agree(accelerator, 15 * rank, False),
     }
-    try:
-        make_accelerator(TrainSettings(batch_size=6, accumulate=2))
-    except ValueError as error:
-        seen["batch_size"] = str(error)
 
     def logged(callback: SignalAt | None = None) -> None:
         losses = [(10.0 if rank else 1.0) * (index + 1) for index in range(8)]
@@ -129,7 +125,6 @@ def test_what_processes_agree_on(seen: list[dict[str, Any]]) -> None:
         assert values["clock_of_main"] == [0, True]
         assert values["clock_of_other"] == [0, False]
         assert values["signal_of_other"] == [15, False]
-        assert values["batch_size"] == "batch_size 6 is not divisible by 2 processes × accumulate 2; use 4"
 
 
 def test_a_signal_to_one_process_ends_all(seen: list[dict[str, Any]]) -> None:
@@ -173,13 +168,8 @@ def test_one_process_logs_and_draws_for_all(two_processes: Path, seen: list[dict
 def test_one_process_agrees_with_itself() -> None:
     accelerator = make_accelerator(TrainSettings())
     assert agree(accelerator, 2, True) == (2, True)
-    assert from_main(accelerator, "mine") == "mine"
+    assert broadcast_from_main(accelerator, "mine") == "mine"
     assert mean_over_processes(accelerator, {"a": torch.tensor(1.5)}) == {"a": 1.5}
-
-
-def test_batches_that_do_not_divide() -> None:
-    with pytest.raises(ValueError, match="batch_size 10 is not divisible by 1 processes × accumulate 4; use 8"):
-        make_accelerator(TrainSettings(batch_size=10, accumulate=4))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can compute in fp16")

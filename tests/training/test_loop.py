@@ -29,7 +29,7 @@ from vision_longformer.training.callbacks import Callback
 from vision_longformer.training.checkpointer import Checkpointer, Counters, latest_checkpoint, load_state
 from vision_longformer.training.loop import Interrupted, TrainingLoop, total_steps
 from vision_longformer.training.recipe import TrainSettings
-from vision_longformer.training.run_directory import RunDirectory
+from vision_longformer.training.run_directory import METRICS, RunDirectory
 from vision_longformer.training.task import TrainingError
 
 # Steps by hand
@@ -394,6 +394,14 @@ def assert_same(a: Any, b: Any) -> None:
         assert torch.equal(a, b)
     else:
         assert a == b
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_over(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "")
+    (run.path / METRICS).write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "lo')
+    settings = TrainSettings(epochs=1, batch_size=1, log_every=1)
+    training_loop(run.path, FixedLossTask([1.0, 2.0], batches_per_epoch=2), settings).train()
+    assert [(line["step"], line.get("loss")) for line in run.records()] == [(1, 1.0), (2, 2.0), (2, None)]
 
 
 @pytest.fixture(scope="module")

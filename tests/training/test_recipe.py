@@ -269,14 +269,16 @@ def test_fine_tuning() -> None:
     assert [2 * stage.attention.window + 1 for stage in config.stages] == [13, 17, 25, 25]  # type: ignore[attr-defined]
 
 
-RIVALS = ("full", "linformer", "sra64", "sra32", "global", "performer")
+SAME_IN_ALL_STAGES = ("full", "linformer", "sra64", "sra32", "global", "performer")
 MIXES = ("partial_linformer", "partial_sra32", "partial_global", "partial_performer")
 
 
 @pytest.mark.parametrize(("size", "layout"), [("tiny", "1_1_9_1"), ("small", "1_2_8_1")])
 def test_variants_differ_from_their_base_in_one_thing(size: str, layout: str) -> None:
     base = _recipe(f"imagenet1k_{size}")
-    expected: dict[str, dict[str, Any]] = {name: {"model": f"msvit_{size}_{layout}_{name}"} for name in RIVALS + MIXES}
+    expected: dict[str, dict[str, Any]] = {
+        name: {"model": f"msvit_{size}_{layout}_{name}"} for name in SAME_IN_ALL_STAGES + MIXES
+    }
     expected["ape"] = {"model": f"vision_longformer_{size}_ape"}
     expected["random_shift"] = {"neighbours": "random", "shift_until": 0.75}
     if size == "small":
@@ -367,10 +369,10 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
         ("lr", True, "lr is True; it must be a number"),
         ("lr", float("nan"), "lr is nan; it must be a number"),
         ("lr", -1, "lr is -1.0; it must be positive"),
-        ("epochs", 2.5, "epochs is 2.5; it must be a whole number"),
-        ("epochs", True, "epochs is True; it must be a whole number"),
-        ("epochs", None, "epochs is None; it must be a whole number"),
-        ("steps", "ten", "steps is 'ten'; it must be a whole number, or null"),
+        ("epochs", 2.5, "epochs is 2.5; it must be an integer"),
+        ("epochs", True, "epochs is True; it must be an integer"),
+        ("epochs", None, "epochs is None; it must be an integer"),
+        ("steps", "ten", "steps is 'ten'; it must be an integer, or null"),
         ("compile", 1, "compile is 1; it must be true or false"),
         ("model", 7, "model is 7; it must be text"),
         ("mean", 0.5, "mean is 0.5; it must be a list of numbers, or null"),
@@ -393,7 +395,7 @@ def test_values_that_do_not_fit(key: str, value: Any, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epochs": 0}, "epochs is 0; it must be a whole number of at least 1"),
+        ({"epochs": 0}, "epochs is 0; it must be an integer of at least 1"),
         ({"optimizer": "adam"}, "unknown optimizer 'adam'; did you mean 'adamw'"),
         ({"ema": 1.0}, "ema is 1.0; it must be at least 0 and below 1"),
         ({"milestones": (0.9, 0.5)}, "give rising fractions"),
@@ -408,8 +410,8 @@ def test_settings_are_checked(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": -1}, "seed is -1; it must be a whole number of at least 0"),
-        ({"steps": 0}, "steps is 0; it must be a whole number of at least 1"),
+        ({"seed": -1}, "seed is -1; it must be an integer of at least 0"),
+        ({"steps": 0}, "steps is 0; it must be an integer of at least 1"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1; it must not be negative"),
         ({"checkpoint_minutes": -1.0}, "checkpoint_minutes is -1.0; it must not be negative"),
         ({"milestones": (0.5, 1.0)}, "give rising fractions"),

@@ -35,7 +35,7 @@ def test_metrics_survive_a_torn_line(tmp_path: Path) -> None:
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     assert [record["step"] for record in run.records()] == [1, 2, 3]
-    run.forget_after(2, 2)
+    run.drop_metrics_after(2, 2)
     assert (run.path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
@@ -60,7 +60,7 @@ def test_metrics_that_a_resumed_run_repeats_are_dropped(tmp_path: Path) -> None:
     ]
     for line in lines:
         run.record(line)
-    run.forget_after(4, evaluated=2)
+    run.drop_metrics_after(4, evaluated=2)
     assert run.records() == lines[:3]
 
 

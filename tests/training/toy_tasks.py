@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vision_longformer import ModelConfig, StageConfig, VisionLongformer
 from vision_longformer.data.loading import Progress
-from vision_longformer.data.randomness import derive, seeded
+from vision_longformer.data.randomness import derive_seed, seeded
 from vision_longformer.models import config as cfg
 from vision_longformer.training.callbacks import Callback
 from vision_longformer.training.distributed import make_accelerator
@@ -37,7 +37,7 @@ class LinearTask(TrainingTask):
     order. The weights that each loss, evaluation and saved model sees are noted as (weight, weight, bias).
     """
 
-    score = "score"
+    best_metric = "score"
 
     def __init__(
         self, inputs: Tensor, targets: Tensor, *, batches_per_epoch: int, scores: Sequence[float] | None = None
@@ -107,7 +107,7 @@ def small_config() -> ModelConfig:
 class ToyTask(TrainingTask):
     """A small Vision Longformer on random images with random labels, a function of epoch and batch."""
 
-    score = "score"
+    best_metric = "score"
 
     def __init__(self, batches_per_epoch: int = 8) -> None:
         with seeded(5):
@@ -118,7 +118,7 @@ class ToyTask(TrainingTask):
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         for index in range(start, self.batches_per_epoch):
-            generator = torch.Generator().manual_seed(derive(1, epoch, index))
+            generator = torch.Generator().manual_seed(derive_seed(1, epoch, index))
             images = torch.randn(2, 1, 8, 8, generator=generator)
             yield images, torch.randint(3, (2,), generator=generator)
 

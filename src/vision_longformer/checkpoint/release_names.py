@@ -36,7 +36,7 @@ def parse_fields(arch: str) -> list[dict[str, int]]:
             if letter not in DEFAULTS:
                 raise unknown_name(f"letter in {item!r}, stage {number} of the arch string,", letter, DEFAULTS)
             if not digits.isdigit():
-                raise ValueError(f"{item!r} in stage {number} of the arch string needs a whole number after its letter")
+                raise ValueError(f"{item!r} in stage {number} of the arch string needs an integer after its letter")
             fields[letter] = int(digits)
         if fields["l"] != number:
             raise ValueError(f"l{fields['l']} stands at stage {number} of the arch string; it should be l{number}")

@@ -34,7 +34,7 @@ from torchvision.transforms import (
     ToTensor,
 )
 
-from ..data.randomness import derive
+from ..data.randomness import derive_seed
 from .preprocessing import Preprocessing, grey_image
 from .recipe import ClassificationRecipe
 
@@ -148,7 +148,7 @@ class BatchAugmentation:
         """Normalised images (b, C, H, W), some with a box replaced by normal noise."""
         if not self.erase_probability:
             return images
-        generator = torch.Generator().manual_seed(derive(seed, "erase"))
+        generator = torch.Generator().manual_seed(derive_seed(seed, "erase"))
         erased, area, aspect, top, left = torch.rand(5, self.batch_size, 1, generator=generator)[:, part]
         noise = torch.randn(self.batch_size, *images.shape[1:], generator=generator)[part]
         height, width = self.size

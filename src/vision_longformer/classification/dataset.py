@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..data.loading import UNREADABLE, Batch, BatchLoader, DataError, LabelledBatch
 from ..data.order import SINGLE_PROCESS, Batching, MicroBatch, Process, epoch_order
-from ..data.randomness import derive, seeded
+from ..data.randomness import derive_seed, seeded
 from ..data.shards import ShardSource
 from ..data.sources import ArraySource, Source, open_source
 from ..errors import check_at_least
@@ -159,7 +159,7 @@ class _AugmentedSamples:
         samples, skipped = [], 0
         for position in positions:
             image, label, bad = self._read(epoch, position)
-            with seeded(derive(self._recipe.seed, "augment", epoch, position)):
+            with seeded(derive_seed(self._recipe.seed, "augment", epoch, position)):
                 samples.append((self._augment(image), label))
             skipped += bad
         return LabelledBatch.collate(samples, skipped)
@@ -272,7 +272,7 @@ class InMemoryTrainSet:
             samples = order[positions.start : positions.stop]
             step, first = divmod(positions.start, recipe.batch_size)
             part = slice(first, first + len(positions))
-            seed = derive(recipe.seed, "augment", epoch, step)
+            seed = derive_seed(recipe.seed, "augment", epoch, step)
             crops = self._augment.crop(self._images, samples, seed, part)
             yield self._augment.erase(self._preprocessing.normalise(crops), seed, part), self._labels[samples]
 
@@ -282,7 +282,8 @@ def _check_in_memory(recipe: ClassificationRecipe) -> None:
         raise ValueError("in_memory cannot crop 'random_resized'; use crop random, pad or none, or in_memory false")
     if recipe.auto_augment or recipe.color_jitter:
         raise ValueError(
-            "in_memory changes no colours; set auto_augment to null and color_jitter to 0, or in_memory to false"
+            "in_memory does not support colour augmentation; set auto_augment to null and color_jitter to 0, or "
+            "in_memory to false"
         )
 
 

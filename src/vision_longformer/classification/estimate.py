@@ -15,7 +15,7 @@ from .dataset import build_train_set, open_images
 from .preprocessing import recipe_preprocessing
 from .recipe import ClassificationRecipe
 
-TRIAL = 4
+TRIAL_BATCH_SIZE = 4
 """Images of the trial step."""
 
 
@@ -49,7 +49,7 @@ def estimate(recipe: ClassificationRecipe) -> Estimate:
     warmup = recipe.count_warmup(steps_per_epoch)
     marks = sorted({0, warmup, steps // 4, steps // 2, 3 * steps // 4, steps - 1})
     return Estimate(
-        data=f"{images:,} images of {classes:,} classes{' (assumed: the data are not here)' if assumed else ''}",
+        data=f"{images:,} images of {classes:,} classes{' (assumed; the data were not found)' if assumed else ''}",
         steps=steps,
         images=recipe.batch_size // recipe.accumulate // processes,
         seconds_per_image=seconds,
@@ -74,7 +74,7 @@ def _data_size(recipe: ClassificationRecipe) -> tuple[int, int, bool]:
 def _trial(model: VisionLongformer) -> tuple[float, float]:
     """Seconds of forward and backward, and bytes of activations saved in between, per image."""
     config = model.config
-    images = torch.randn(TRIAL, config.in_chans, *config.img_size)
+    images = torch.randn(TRIAL_BATCH_SIZE, config.in_chans, *config.img_size)
     saved: dict[int, int] = {}
 
     def save(tensor: Tensor) -> Tensor:
@@ -89,4 +89,4 @@ def _trial(model: VisionLongformer) -> tuple[float, float]:
     activations = sum(size for pointer, size in saved.items() if pointer not in parameters)
     start = time.perf_counter()
     model(images).logsumexp(1).mean().backward()
-    return (time.perf_counter() - start) / TRIAL, activations / TRIAL
+    return (time.perf_counter() - start) / TRIAL_BATCH_SIZE, activations / TRIAL_BATCH_SIZE

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..data.loading import Batch, Progress
 from ..data.order import Process
@@ -18,7 +17,7 @@ from ..training.distributed import autocast
 from ..training.recipe import PRECISIONS
 from .dataset import EvalSet, open_eval_set
 from .export import open_classifier
-from .metrics import Result, Score
+from .metrics import Meter, Result
 
 
 def evaluate(
@@ -80,31 +79,30 @@ def evaluate_model(
 
     Without gradients, but not in inference mode: what the attention caches there could not be trained with later.
     """
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
-    training = plain.training
-    score = Score(len(eval_set.classes), device)
+    training = model.training
+    meter = Meter(len(eval_set.classes), device)
     processes = distributed.get_world_size() if distributed.is_initialized() else 1
     batches = eval_set.batches()
     if processes > 1:
-        batches = equally_many(batches, eval_set.shape, device)
-    plain.eval()
+        batches = pad_to_longest(batches, eval_set.shape, device)
+    model.eval()
     done = 0
     try:
         with torch.no_grad(), autocast(device, precision):
             for images, labels in batches:
-                logits = plain(images.to(device, non_blocking=True))
-                score.add(logits[: len(labels)], labels.to(device, non_blocking=True))
+                logits = model(images.to(device, non_blocking=True))
+                meter.add(logits[: len(labels)], labels.to(device, non_blocking=True))
                 done += len(labels)
                 if progress is not None:
                     progress(min(done * processes, eval_set.size), eval_set.size)
     finally:
-        plain.train(training)
-    score.skipped += eval_set.skipped
-    score.reduce()
-    return score.result()._replace(classes=eval_set.classes)
+        model.train(training)
+    meter.skipped += eval_set.skipped
+    meter.reduce()
+    return meter.result()._replace(classes=eval_set.classes)
 
 
-def equally_many(batches: Iterable[Batch], shape: tuple[int, int, int], device: torch.device) -> Iterator[Batch]:
+def pad_to_longest(batches: Iterable[Batch], shape: tuple[int, int, int], device: torch.device) -> Iterator[Batch]:
     """As many batches in each process as in the one with the most: a sharded model runs in all processes or in none.
 
     The extra ones are an image of ``shape`` (C, H, W) and no labels, to be run and not counted.

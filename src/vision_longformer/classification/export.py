@@ -25,7 +25,7 @@ from ..export.writers import file_metadata
 from ..models import VisionLongformer
 from ..models.config import ModelConfig, size_pair
 from .dataset import open_eval_set
-from .metrics import Result, Score
+from .metrics import Meter, Result
 from .model import Classifier, load_classifier
 from .preprocessing import Preprocessing
 
@@ -90,7 +90,7 @@ def export_model(
         progress: called with what is done and what there is in all.
     """
     if not (backbone or model.num_classes):
-        raise ValueError("this model has no classes to tell apart; export it as a backbone")
+        raise ValueError("this model has no classification head; export it as a backbone")
     if dynamic:
         _check_dynamic(model.config, size)
     reference, traced = _plain_copy(model), _plain_copy(model)
@@ -258,7 +258,7 @@ class _Run:
 
     def __init__(self, model: ExportedModel, classes: int) -> None:
         self.model = model
-        self._score = Score(classes, "cpu")
+        self._meter = Meter(classes, "cpu")
         self._seconds: list[float] = []
 
     def add(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -266,8 +266,8 @@ class _Run:
         start = perf_counter()
         logits = self.model(images)
         self._seconds.append((perf_counter() - start) / len(images))
-        self._score.add(logits, labels)
+        self._meter.add(logits, labels)
         return logits.argmax(1)
 
     def measured(self, path: Path) -> Measured:
-        return Measured(path, path.stat().st_size, median(self._seconds), self._score.result())
+        return Measured(path, path.stat().st_size, median(self._seconds), self._meter.result())

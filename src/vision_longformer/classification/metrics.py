@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
-MOST_CONFUSABLE = 4096
+MAX_CONFUSION_CLASSES = 4096
 """Classes up to which confusions are counted; the matrix of ImageNet-21K would take 3.8 GB."""
 
 
@@ -18,7 +18,7 @@ class Result(NamedTuple):
 
     Accuracies are in percent, the loss is the mean cross-entropy; without samples they are NaN. ``right`` and ``seen``
     count by true class, (classes,). ``confusion`` counts true × predicted classes, (classes, classes), and is None
-    beyond ``MOST_CONFUSABLE`` classes. ``skipped`` images could not be read. ``classes`` are names, if known.
+    beyond ``MAX_CONFUSION_CLASSES`` classes. ``skipped`` images could not be read. ``classes`` are names, if known.
     """
 
     samples: int
@@ -37,7 +37,7 @@ class Result(NamedTuple):
         return [(_percent(right, seen), seen) for right, seen in counts]
 
 
-class Score:
+class Meter:
     """Sums over samples from which a :class:`Result` follows; they stay on ``device``, so that nothing waits for it."""
 
     def __init__(self, classes: int, device: torch.device | str) -> None:
@@ -46,7 +46,7 @@ class Score:
         self.skipped = torch.zeros_like(self.in_top5)
         self.right = torch.zeros(classes, dtype=torch.int64, device=device)
         self.seen = torch.zeros_like(self.right)
-        self.confusion = self.right.new_zeros(classes, classes) if classes <= MOST_CONFUSABLE else None
+        self.confusion = self.right.new_zeros(classes, classes) if classes <= MAX_CONFUSION_CLASSES else None
 
     @torch.no_grad()
     def add(self, logits: Tensor, labels: Tensor) -> None:

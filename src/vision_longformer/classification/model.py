@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 
 from ..checkpoint import load, load_info
-from ..data.randomness import derive, seeded
+from ..data.randomness import derive_seed, seeded
 from ..errors import CheckpointError, check_at_least, unknown_name
 from ..models import VisionLongformer
 from ..models.adapt import adapt_state
@@ -22,7 +22,7 @@ from .recipe import ClassificationRecipe
 
 def initial_model(recipe: ClassificationRecipe, classes: tuple[str, ...]) -> tuple[VisionLongformer, str]:
     """The model of a recipe for these classes, newly drawn or from a checkpoint, and a report of what was changed."""
-    with seeded(derive(recipe.seed, "weights")):
+    with seeded(derive_seed(recipe.seed, "weights")):
         model = VisionLongformer(recipe.model_config(len(classes)))
     if recipe.init is None:
         return model, ""

@@ -167,5 +167,5 @@ def check_picture(path: str | Path, *, overwrite: bool = False) -> Path:
     if path.suffix.lower() != ".png":
         raise ValueError(f"{path.name} should end in .png")
     if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists; give another name or remove it first")
+        raise FileExistsError(f"{path} exists; choose another name or remove it first")
     return path

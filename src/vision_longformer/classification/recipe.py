@@ -64,14 +64,14 @@ class ClassificationRecipe(BackboneSettings):
         data: a folder, .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist.
         train_split: name of the split to train on.
         eval_split: name of the split to evaluate on.
-        num_classes: of streamed data, which cannot be counted; None: as many as the data names.
-        num_images: of streamed data: images per epoch.
-        skip_bad_images: count and skip images that cannot be read, instead of stopping.
+        num_classes: number of classes of streamed data, which cannot be counted; None: as many as the data names.
+        num_images: images per epoch of streamed data.
+        skip_bad_images: skip and count unreadable images instead of stopping.
         in_memory: keep decoded images of small data sets (.npz) and augment whole batches at once.
         crop: random_resized, random (a crop of a resized image), pad (a crop of a padded image), none.
-        crop_pad: of pad, the part of a side by which the image is padded on each side.
-        crop_scale: smallest and largest part of the image's area in random_resized.
-        crop_ratio: of width to height in random_resized.
+        crop_pad: padding on each side for pad, as a fraction of the side.
+        crop_scale: smallest and largest fraction of the image's area in random_resized.
+        crop_ratio: smallest and largest ratio of width to height in random_resized.
         hflip: probability of a horizontal flip.
         color_jitter: strength; not used together with auto_augment.
         auto_augment: timm's policy string, such as rand-m9-mstd0.5-inc1.
@@ -82,9 +82,9 @@ class ClassificationRecipe(BackboneSettings):
         smoothing: label smoothing.
         repeats: copies of an image per epoch, each augmented anew (repeated augmentation); the epoch's length stays.
         interpolation: bicubic, bilinear, nearest, or random in training.
-        crop_pct: part of the resized image that evaluation looks at; None for the model's own.
-        mean: of the channels; None for ImageNet's.
-        std: of the channels; None for ImageNet's.
+        crop_pct: fraction of the resized image that evaluation crops; None for the model's own.
+        mean: channel means; None for ImageNet's.
+        std: channel standard deviations; None for ImageNet's.
         eval_batch_size: images per evaluation batch and process; None: as in training.
     """
 

@@ -16,7 +16,7 @@ from PIL import Image
 from ..data.images import ImageError, decode_image
 from ..data.loading import UNREADABLE, Batch, DataError, LabelledBatch, StreamLoader
 from ..data.order import Batching, Process
-from ..data.randomness import derive, seeded
+from ..data.randomness import derive_seed, seeded
 from ..data.shards import Sample, ShardSource, shuffled
 from ..geometry import ceil_div
 from .augment import image_augmentation
@@ -37,7 +37,7 @@ class StreamingTrainSet:
         self, source: ShardSource, recipe: ClassificationRecipe, preprocessing: Preprocessing, process: Process
     ) -> None:
         if recipe.num_images is None:
-            raise ValueError(f"{recipe.data} is streamed and not counted; say how many images an epoch has: num_images")
+            raise ValueError(f"{recipe.data} is streamed and not counted; set num_images to the images per epoch")
         self.skipped = 0
         self._source, self._recipe = source, recipe
         self._batching = Batching(recipe.batch_size, recipe.accumulate, process)
@@ -70,9 +70,9 @@ class StreamingTrainSet:
         """An endless stream: the reader's share of the shards, shuffled, again and again."""
         seed = self._recipe.seed
         paths = list(self._source.paths)
-        random.Random(derive(seed, "shards", epoch)).shuffle(paths)
+        random.Random(derive_seed(seed, "shards", epoch)).shuffle(paths)
         own = paths[reader::readers]
-        generator = random.Random(derive(seed, "samples", epoch, reader))
+        generator = random.Random(derive_seed(seed, "samples", epoch, reader))
         empty = False
         while not empty:
             empty = True
@@ -94,7 +94,7 @@ class StreamingTrainSet:
         batch = []
         for index, position in enumerate(positions):
             chosen = next((other for other in good if other >= index), min(good))
-            with seeded(derive(recipe.seed, "augment", epoch, position)):
+            with seeded(derive_seed(recipe.seed, "augment", epoch, position)):
                 batch.append((self._augment(good[chosen]), samples[chosen].label))
         return LabelledBatch.collate(batch, len(samples) - len(good))
 

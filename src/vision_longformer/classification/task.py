@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ..checkpoint import load, save
 from ..data.loading import Progress
-from ..data.order import Process
-from ..data.randomness import derive, seeded
+from ..data.order import Batching, Process
+from ..data.randomness import derive_seed, seeded
 from ..models import VisionLongformer
 from ..training import run
 from ..training.callbacks import Callback
@@ -33,7 +33,7 @@ from .recipe import ClassificationRecipe
 
 logger = logging.getLogger(__name__)
 
-PICTURED = 40
+NUM_PICTURES = 40
 """Images on the page of predictions."""
 
 
@@ -41,14 +41,14 @@ class ClassificationTask(TrainingTask):
     """A classifier with its training and evaluation images."""
 
     recipe_type = ClassificationRecipe
-    score = "top1"
+    best_metric = "top1"
     curves = ("top1", "top5")
     model: VisionLongformer
 
     def __init__(self, recipe: ClassificationRecipe, accelerator: Accelerator) -> None:
         self.recipe, self.accelerator = recipe, accelerator
         process = Process(accelerator.process_index, accelerator.num_processes)
-        micro_batch_size = recipe.batch_size // process.count // recipe.accumulate
+        micro_batch_size = Batching(recipe.batch_size, recipe.accumulate, process).micro_batch_size
         images = open_images(recipe.data, recipe.train_split, num_classes=recipe.num_classes)
         self.model, report = initial_model(recipe, images.classes)
         if report:
@@ -78,7 +78,7 @@ class ClassificationTask(TrainingTask):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         images, target = batch
         if self._mix is not None:
-            with seeded(derive(self.recipe.seed, "mix", micro_batch_index, self.accelerator.process_index)):
+            with seeded(derive_seed(self.recipe.seed, "mix", micro_batch_index, self.accelerator.process_index)):
                 images, target = self._mix(images, target)
         logits = model(images)
         smoothing = 0.0 if self._mix else self.recipe.smoothing
@@ -105,7 +105,7 @@ class ClassificationTask(TrainingTask):
         classes = self.preprocessing.classes
         if self.result is not None and self.result.confusion is not None:
             draw_confusion(self.result.confusion, classes, folder / "confusion.png", overwrite=True)
-        images, labels = self.eval_set.examples(PICTURED)
+        images, labels = self.eval_set.examples(NUM_PICTURES)
         if not len(labels):
             return
         with torch.no_grad():

@@ -155,7 +155,7 @@ def _size(text: str) -> tuple[int, int]:
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise ValueError(f"--windows has {text!r}; write whole numbers such as 7,8,12")
+        raise ValueError(f"--windows has {text!r}; write integers such as 7,8,12")
     return int(text)
 
 
@@ -169,7 +169,7 @@ def print_result(result: Result) -> None:
     machine = result.machine
     where = f"{machine['gpu']}; " if "gpu" in machine else ""
     where += f"{machine['cpu']}, {machine['threads']} of {machine['cores']} cores, torch {machine['torch']}"
-    print_line(f"{where}; float32; median ± half the distance of the quartiles; × is speed against the baseline")
+    print_line(f"{where}; float32; median ± half the interquartile range; × is speed against the baseline")
     for group in result.groups:
         print_line("")
         print_line(f"{group.bench}: {group.about}")
@@ -266,7 +266,7 @@ def print_changes(earlier: Result, now: Result, path: str) -> None:
     changes, different = compare(earlier, now)
     print_line("")
     if not changes:
-        print_line(f"{path} has nothing in common with this run")
+        print_line(f"{path} has no case in common with this run")
         return
     allocators = list(dict.fromkeys(name for change in changes for name in change.speed))
     columns = ["group", "point", "variant", "", *(f"speed, {ALLOCATOR_TEXTS[a]}" for a in allocators), "memory"]

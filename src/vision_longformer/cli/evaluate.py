@@ -76,11 +76,11 @@ def evaluate(
 
 
 def _draw(result: Result, path: str) -> Path:
-    from ..classification.metrics import MOST_CONFUSABLE
+    from ..classification.metrics import MAX_CONFUSION_CLASSES
     from ..classification.pictures import draw_confusion
 
     if result.confusion is None:
-        raise ValueError(f"confusions are counted up to {MOST_CONFUSABLE} classes; there are {len(result.seen)}")
+        raise ValueError(f"confusions are counted up to {MAX_CONFUSION_CLASSES} classes; there are {len(result.seen)}")
     return draw_confusion(result.confusion, result.classes, path)
 
 

@@ -125,7 +125,7 @@ def _add_argument(parser: ArgumentParser, parameter: inspect.Parameter, text: st
 
 
 CONVERTERS: dict[type, tuple[Callable[[str], Any], str]] = {
-    int: (int, "a whole number"),
+    int: (int, "an integer"),
     float: (float, "a number"),
     bool: ({"true": True, "false": False}.__getitem__, "true or false"),
 }

@@ -29,7 +29,7 @@ def train(
 
     Args:
         recipe: a name from 'vil recipes' or a .yaml file of your own; quickstart by default.
-        resume: resume the run in this directory; no other arguments are allowed then.
+        resume: resume the run in this directory; cannot be combined with other arguments.
         output: the run directory, runs/RECIPE-1 or the next free number by default.
         dry_run: print all settings, the schedule, and the estimated time and memory on this machine, without training.
     """

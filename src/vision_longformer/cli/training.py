@@ -34,7 +34,7 @@ def run_training(
     if resume is not None and (changes or output or recipe):
         raise ValueError("--resume continues a run as it was started; it takes no recipe, settings or other options")
     first = int(os.environ.get("RANK", 0)) == 0
-    callback = TrainingProgress(task_type.score)
+    callback = TrainingProgress(task_type.best_metric)
     try:
         with log_lines():
             if resume is not None:

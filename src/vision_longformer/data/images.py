@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-LARGEST = 178_956_970
+MAX_PIXELS = 178_956_970
 """Pixels of the largest image that is decoded (half a gigabyte of colour); larger ones are refused as attacks."""
 
 WHITE_OF_INTEGERS = (65535,)
@@ -52,9 +52,9 @@ def decode_image(file: str | Path | BinaryIO | bytes, name: str | None = None) -
 
 def _check_size(image: Image.Image) -> None:
     """Pillow refuses such sizes too, but an application may have lifted its limit."""
-    if image.width * image.height > LARGEST:
+    if image.width * image.height > MAX_PIXELS:
         raise Image.DecompressionBombError(
-            f"{image.width}×{image.height} pixels are more than the {LARGEST:,} that are decoded"
+            f"{image.width}×{image.height} pixels are more than the {MAX_PIXELS:,} that are decoded"
         )
 
 

@@ -57,10 +57,10 @@ class BatchLoader(Generic[T]):
     """
 
     def __init__(self, make: Callable[[Any], T], requests: Sequence[Any], workers: int) -> None:
-        self._loader = _data_loader(_Requested(make), workers, sampler=requests, persistent_workers=workers > 0)
+        self._loader = _data_loader(_RequestDataset(make), workers, sampler=requests, persistent_workers=workers > 0)
 
     def __iter__(self) -> Iterator[T]:
-        return _without_errors(self._loader)
+        return _reraise_errors(self._loader)
 
 
 class StreamLoader(Generic[T]):
@@ -70,13 +70,13 @@ class StreamLoader(Generic[T]):
     """
 
     def __init__(self, stream: Callable[[int, int], Iterator[T]], workers: int) -> None:
-        self._loader = _data_loader(_Streamed(stream), workers)
+        self._loader = _data_loader(_StreamDataset(stream), workers)
 
     def __iter__(self) -> Iterator[T]:
-        return _without_errors(self._loader)
+        return _reraise_errors(self._loader)
 
 
-class _Requested(Dataset[Any]):
+class _RequestDataset(Dataset[Any]):
     """Users' mistakes are returned, not raised."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
@@ -89,7 +89,7 @@ class _Requested(Dataset[Any]):
             return error
 
 
-class _Streamed(IterableDataset[Any]):
+class _StreamDataset(IterableDataset[Any]):
     """Users' mistakes are yielded, not raised."""
 
     def __init__(self, stream: Callable[[int, int], Iterator[Any]]) -> None:
@@ -128,7 +128,7 @@ def _start_worker(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _without_errors(loader: Iterable[Any]) -> Iterator[Any]:
+def _reraise_errors(loader: Iterable[Any]) -> Iterator[Any]:
     """The loader's items; one that is an exception is raised."""
     for item in loader:
         if isinstance(item, Exception):

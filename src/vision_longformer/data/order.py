@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import ceil_div
-from .randomness import derive
+from .randomness import derive_seed
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Batching:
         parts = self.process.count * self.accumulate
         if self.batch_size % parts:
             raise ValueError(
-                f"batch_size is {self.batch_size}; it must be divisible by {parts} "
-                f"(processes: {self.process.count}, accumulate: {self.accumulate})"
+                f"batch_size {self.batch_size} is not divisible by {self.process.count} processes × accumulate "
+                f"{self.accumulate}; use {max(1, self.batch_size // parts) * parts}"
             )
 
     @property
@@ -77,7 +77,7 @@ def epoch_order(samples: int, seed: int, epoch: int, batch_size: int, repeats: i
     With ``repeats``, that many positions of a global batch have the same image, and the epoch has accordingly fewer
     images. Copies are ``batch_size / repeats`` apart, so that processes, if there are enough, have one each.
     """
-    generator = torch.Generator().manual_seed(derive(seed, "order", epoch))
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
     order = torch.randperm(samples, generator=generator)
     if repeats == 1:
         return order

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 
-def derive(*key: int | str) -> int:
-    """A seed below 2⁶³ from a run's seed and a position in the run, such as ``derive(seed, "mix", step)``."""
+def derive_seed(*key: int | str) -> int:
+    """A seed below 2⁶³ from a run's seed and a position in the run, such as ``derive_seed(seed, "mix", step)``."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

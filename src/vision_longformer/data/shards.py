@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from timm.data.readers.img_extensions import get_img_extensions
 
 from .loading import DataError
-from .sources import check_undivided, split_names
+from .sources import check_unsplit, split_names
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 """Such as ``{000..099}``."""
@@ -36,7 +36,7 @@ class ShardSource:
     ) -> None:
         if classes is None:
             if num_classes is None:
-                raise ValueError(f"{data} is streamed; say how many classes there are: num_classes")
+                raise ValueError(f"{data} is streamed; set num_classes to the number of classes")
             classes = [str(number) for number in range(num_classes)]
         self.data = data
         self.classes = tuple(classes)
@@ -67,7 +67,7 @@ def _find_shards(data: str, split: str) -> list[str]:
     elif "{split}" in pattern:
         patterns = [pattern.replace("{split}", name) for name in split_names(split)]
     else:
-        check_undivided(data, split)
+        check_unsplit(data, split)
         patterns = [pattern]
     for candidate in patterns:
         shards = [path for name in _ranges(candidate) for path in (sorted(glob.glob(name)) or [name])]
@@ -133,7 +133,7 @@ def _refusing_damage(shard: str) -> Iterator[None]:
     try:
         yield
     except (tarfile.TarError, EOFError) as error:
-        raise DataError(f"shard {shard} is not a whole tar file ({error})") from error
+        raise DataError(f"shard {shard} is a damaged tar file ({error})") from error
 
 
 def _key(path: str) -> tuple[str, str]:
@@ -152,7 +152,7 @@ def _label(name: str, parts: dict[str, bytes], num_classes: int) -> int:
             label = label["label"] if "label" in label else label["cls"]
         label = operator.index(label)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"the label of {name} is not a whole number ({error})") from error
+        raise DataError(f"the label of {name} is not an integer ({error})") from error
     if not 0 <= label < num_classes:
         raise DataError(
             f"label {label} of {name} is out of range; the {num_classes} classes are 0 to {num_classes - 1}"

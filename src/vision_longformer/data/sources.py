@@ -37,10 +37,10 @@ def split_names(split: str) -> tuple[str, ...]:
     return (split,)
 
 
-def check_undivided(data: str, split: str) -> None:
+def check_unsplit(data: str, split: str) -> None:
     """Refuse data without splits for anything but training: a run would be evaluated on what it has learned."""
     if split not in TRAINING:
-        raise ValueError(f"{data} has no split {split!r}; ask for split 'train' if all of it is meant")
+        raise ValueError(f"{data} has no split {split!r}; use split 'train' for all of it")
 
 
 class Source(Protocol):
@@ -140,7 +140,7 @@ class ArraySource:
         if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
             raise ValueError(
                 f"the labels of {name} are {labels.dtype} of shape {labels.shape}; "
-                f"they should be {len(images)} whole numbers, one for each image"
+                f"they should be {len(images)} integers, one for each image"
             )
         if not len(images):
             raise ValueError(f"{name} holds no images")
@@ -176,7 +176,7 @@ def npz_source(path: Path, split: str, classes: Sequence[str] | None = None) -> 
             if "classes" in arrays.files:
                 classes = tuple(map(str, arrays["classes"]))
     except (zipfile.BadZipFile, EOFError, OSError) as error:
-        raise ValueError(f"{path} is not a whole .npz file ({error})") from error
+        raise ValueError(f"{path} is a damaged .npz file ({error})") from error
     return ArraySource(images, labels, classes, f"{path} ({split})")
 
 
@@ -185,7 +185,7 @@ def _prefix(path: Path, split: str, keys: Sequence[str]) -> str:
     for prefix in (*(f"{name}_" for name in split_names(split)), ""):
         if f"{prefix}x" in keys and f"{prefix}y" in keys:
             if not prefix:
-                check_undivided(str(path), split)
+                check_unsplit(str(path), split)
             return prefix
     raise ValueError(f"{path} has no arrays {split}_x and {split}_y, only {', '.join(keys) or 'nothing'}")
 
@@ -237,7 +237,7 @@ def _split_folder(data: Path, split: str) -> Path:
     divided = [name for name in (*TRAINING, *EVALUATION) if (data / name).is_dir()]
     if divided:
         raise FileNotFoundError(f"{data} has no folder {split!r}, only {', '.join(divided)}")
-    check_undivided(str(data), split)
+    check_unsplit(str(data), split)
     return data
 
 
@@ -307,7 +307,7 @@ def _split_members(archive: Path, split: str, members: tuple[Member, ...]) -> tu
     divided = [name for name in (*TRAINING, *EVALUATION) if name in outer]
     if divided:
         raise ValueError(f"{archive} has no folder {split!r}, only {', '.join(divided)}")
-    check_undivided(str(archive), split)
+    check_unsplit(str(archive), split)
     return members
 
 
@@ -318,7 +318,7 @@ def _image_members(archive: Path, modified: int) -> tuple[Member, ...]:
         with archive.open("rb") as file:
             members = list(_zip_members(file) if archive.suffix == ".zip" else _tar_members(file))
     except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{archive} is not a whole {archive.suffix} file ({error})") from error
+        raise ValueError(f"{archive} is a damaged {archive.suffix} file ({error})") from error
     types = get_img_extensions(as_set=True)
     images = [member for member in members if os.path.splitext(member.path)[1].lower() in types]
     if not images:

@@ -104,5 +104,5 @@ def detector_backbone(model: nn.Module) -> VisionLongformer:
 def _config(model: nn.Module) -> DetectorConfig:
     config = getattr(model, "config", None)
     if not isinstance(config, DetectorConfig):
-        raise ValueError(f"a {type(model).__name__} is no detector of build_detector")
+        raise ValueError(f"a {type(model).__name__} was not built by build_detector")
     return config

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..data.images import decode_image
 from ..data.loading import DataError, Progress
-from ..data.sources import check_undivided, split_names
+from ..data.sources import check_unsplit, split_names
 from .detections import Category, Target
 
 logger = logging.getLogger(__name__)
@@ -216,12 +216,12 @@ def open_coco(data: Path, split: str) -> CocoFiles:
 
 def _annotation_file(data: Path, split: str) -> Path:
     if data.is_file():
-        check_undivided(str(data), split)
+        check_unsplit(str(data), split)
         return data
     if (own := _split_file(data, split)) is not None:
         return own
     if (data / UNDIVIDED).is_file():
-        check_undivided(str(data / UNDIVIDED), split)
+        check_unsplit(str(data / UNDIVIDED), split)
         return data / UNDIVIDED
     raise FileNotFoundError(
         f"{data} has no annotations of split {split!r}; they should be in annotations/instances_{split}.json, "
@@ -259,7 +259,7 @@ def _content(path: Path) -> Record:
         with path.open("rb") as file:
             content = json.load(file)
     except ValueError as error:
-        raise ValueError(f"{path} is not a whole JSON file ({error})") from error
+        raise ValueError(f"{path} is not valid JSON ({error})") from error
     for name in ("images", "annotations", "categories"):
         items = content.get(name) if isinstance(content, dict) else None
         if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
@@ -335,7 +335,7 @@ class _AnnotationRules:
     def problem(self, record: Record) -> str | None:
         """The first thing wrong with an annotation, if any."""
         if not _has_id(record):
-            return "has no id that is a whole number"
+            return "has no id that is an integer"
         if record["id"] in self._seen:
             return "has an id that another annotation has"
         self._seen.add(record["id"])
@@ -358,7 +358,7 @@ def _set_problems(content: Record) -> Iterator[str]:
     seen: set[int] = set()
     for record in content["categories"]:
         if not _has_id(record) or not isinstance(record.get("name"), str):
-            yield f"category {record} should have a whole number as id, and a name"
+            yield f"category {record} should have an integer as id, and a name"
             continue
         if record["id"] in seen:
             yield f"two categories have the id {record['id']}"
@@ -367,7 +367,7 @@ def _set_problems(content: Record) -> Iterator[str]:
 
 def _image_problem(record: Record, seen: Mapping[int, Record]) -> str | None:
     if not _has_id(record):
-        return f"({record.get('file_name')}) has no id that is a whole number"
+        return f"({record.get('file_name')}) has no id that is an integer"
     if record["id"] in seen:
         return f"({record.get('file_name')}) has an id that another image has"
     if not isinstance(record.get("file_name"), str):

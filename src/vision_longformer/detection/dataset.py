@@ -9,6 +9,7 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..data.loading import UNREADABLE, BatchLoader, DataError
 from ..data.order import SINGLE_PROCESS, Batching, MicroBatch, Process, epoch_order
-from ..data.randomness import derive
+from ..data.randomness import derive_seed
 from . import garments
 from .coco import CocoData
 from .detections import Category, Target
@@ -57,7 +58,7 @@ def open_detection(data: str, split: str, *, masks: bool = True, skip_bad: bool 
     """The ``split`` of a folder in COCO's format, or of the built-in ``garments``.
 
     ``garments:320`` are images whose longer side is 320 pixels, for quick runs. Without ``masks``, a folder's masks are
-    not read, right or wrong. ``skip_bad`` skips annotations that make no sense, instead of stopping.
+    not read, right or wrong. ``skip_bad`` skips invalid annotations, instead of stopping.
     """
     if data.partition(":")[0] == garments.NAME:
         return garments.open_garments(data, split)
@@ -134,7 +135,7 @@ class _Batches:
         images, targets, skipped = [], [], 0
         for position in request.positions:
             image, target, bad = self._read(request.epoch, position)
-            drawn = random.Random(derive(self._seed, "augment", request.epoch, position))
+            drawn = random.Random(derive_seed(self._seed, "augment", request.epoch, position))
             if drawn.random() < self._hflip:
                 image, target = flip(image, target)
             images.append(image_tensor(image))
@@ -148,7 +149,7 @@ class _Batches:
         for bad in range(len(order)):
             index = int(order[(position + bad) % len(order)])
             try:
-                return *self._data.read(index, derive(self._seed, "images", epoch)), bad
+                return *self._data.read(index, derive_seed(self._seed, "images", epoch)), bad
             except SKIPPABLE:
                 if not self._skip_bad:
                     raise
@@ -172,8 +173,8 @@ class EvalSet:
         self.categories = data.categories
         self.size = len(data)
         self.skipped = 0
-        self._data, self._skip_bad = data, skip_bad
-        self._loader = BatchLoader(self._read, range(process.rank, self.size, process.count), workers)
+        self._samples = _EvalSamples(data, skip_bad)
+        self._loader = BatchLoader(self._samples, range(process.rank, self.size, process.count), workers)
 
     def images(self) -> Iterator[tuple[Tensor, Target]]:
         """Images (3, h, w) and their objects, in order."""
@@ -184,15 +185,29 @@ class EvalSet:
             else:
                 yield sample
 
-    def _read(self, index: int) -> tuple[Tensor, Target] | None:
-        """An image and its objects; None if it cannot be read and such are skipped."""
+    def examples(self, count: int) -> list[Image.Image]:
+        """The first ``count`` images of the whole set that can be read."""
+        readable = filter(None, map(self._samples.read, range(self.size)))
+        return [image for image, _ in islice(readable, count)]
+
+
+class _EvalSamples:
+    """Images and their objects by number; None for one that cannot be read, if such are skipped."""
+
+    def __init__(self, data: DetectionData, skip_bad: bool) -> None:
+        self._data, self._skip_bad = data, skip_bad
+
+    def __call__(self, index: int) -> tuple[Tensor, Target] | None:
+        sample = self.read(index)
+        return None if sample is None else (image_tensor(sample[0]), sample[1])
+
+    def read(self, index: int) -> tuple[Image.Image, Target] | None:
         try:
-            image, target = self._data.read(index)
+            return self._data.read(index)
         except SKIPPABLE:
             if not self._skip_bad:
                 raise
             return None
-        return image_tensor(image), target
 
 
 def flip(image: Image.Image, target: Target) -> tuple[Image.Image, Target]:

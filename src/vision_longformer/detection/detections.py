@@ -46,7 +46,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Patch:
+class MaskCrop:
     """A mask without its empty surroundings: bool pixels (h, w), and where in the image the first of them is."""
 
     top: int
@@ -54,7 +54,7 @@ class Patch:
     pixels: np.ndarray
 
     @classmethod
-    def around(cls, mask: np.ndarray) -> Patch:
+    def around(cls, mask: np.ndarray) -> MaskCrop:
         """Of a mask (h, w) of a whole image."""
         rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
         if not len(rows):
@@ -77,7 +77,7 @@ class Detection:
     box: Box
     label: int
     score: float
-    mask: Patch | None = None
+    mask: MaskCrop | None = None
 
     def moved(self, down: int, right: int) -> Detection:
         """In the coordinates of an image of which this one is a part, at (``down``, ``right``)."""
@@ -89,9 +89,11 @@ class Detection:
 def detections_from_output(output: Mapping[str, Tensor], threshold: float = 0.0) -> list[Detection]:
     """A detector's output for an image as detections with scores of at least ``threshold``, best first."""
     keep = torch.nonzero(output["scores"] >= threshold)[:, 0]
-    masks: Sequence[Patch | None] = [None] * len(keep)
+    masks: Sequence[MaskCrop | None] = [None] * len(keep)
     if "masks" in output:
-        masks = [Patch.around((output["masks"][index, 0] >= MASK_THRESHOLD).cpu().numpy()) for index in keep.tolist()]
+        masks = [
+            MaskCrop.around((output["masks"][index, 0] >= MASK_THRESHOLD).cpu().numpy()) for index in keep.tolist()
+        ]
     boxes, labels, scores = (output[name][keep].tolist() for name in ("boxes", "labels", "scores"))
     objects = zip(boxes, labels, scores, masks, strict=True)
     detections = [Detection(tuple(box), label, score, mask) for box, label, score, mask in objects]

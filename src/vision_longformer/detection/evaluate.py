@@ -17,7 +17,6 @@ from pycocotools import mask as rle
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..data.loading import Progress
 from ..data.order import Process
@@ -36,7 +35,7 @@ METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "A
 """In pycocotools' order: over IoUs from .5 to .95, at .5, at .75, of small, medium and large objects; then recall with
 at most 1, 10 and 100 results per image, and of small, medium and large objects."""
 
-SPARE_SIDE = 32
+DUMMY_IMAGE_SIDE = 32
 """Pixels of the square that a process with fewer images runs the model on instead."""
 
 
@@ -85,7 +84,7 @@ def evaluate(
         split: which part of it.
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.
-        skip_bad: leave out images and annotations that make no sense, instead of stopping.
+        skip_bad: leave out invalid images and annotations, instead of stopping.
         progress: called with what is done and what there is in all.
     """
     check_choice("precision", precision, PRECISIONS)
@@ -121,21 +120,20 @@ def evaluate_detector(
     Images run one by one in their own sizes, and each is counted once. Every process runs the model equally often, if
     need be on an image that does not count, since all must take part in running a sharded model.
     """
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
-    training = plain.training
+    training = model.training
     processes = distributed.get_world_size() if distributed.is_initialized() else 1
     own = CocoRecords()
-    plain.eval()
+    model.eval()
     try:
         with torch.no_grad(), autocast(device, precision):
             for done, (image, target) in enumerate(eval_set.images(), 1):
-                own.add(image, target, plain([image.to(device)])[0], eval_set.categories)
+                own.add(image, target, model([image.to(device)])[0], eval_set.categories)
                 if progress is not None:
                     progress(min(done * processes, eval_set.size), eval_set.size)
             for _ in range(ceil_div(eval_set.size, processes) - len(own.images)):
-                plain([torch.zeros(3, SPARE_SIDE, SPARE_SIDE, device=device)])
+                model([torch.zeros(3, DUMMY_IMAGE_SIDE, DUMMY_IMAGE_SIDE, device=device)])
     finally:
-        plain.train(training)
+        model.train(training)
     own.skipped = eval_set.skipped
     return _result_of_all(own, eval_set.categories)
 

@@ -37,7 +37,7 @@ from .config import DetectorConfig
 from .dataset import image_tensor
 from .garments import photo_parts
 
-COMPARED = 2
+COMPARISON_PHOTOS = 2
 """Photos on which a file is compared with its detector."""
 
 NOISE = 1e-5
@@ -204,7 +204,7 @@ def export_detector(
         progress: called with what is done and what there is in all.
     """
     if not isinstance(model, RetinaNet | MaskRCNN):
-        raise ValueError(f"a {type(model).__name__} is no detector of build_detector, and cannot be exported as one")
+        raise ValueError(f"a {type(model).__name__} was not built by build_detector, and cannot be exported as one")
     config = model.config
     own = size_pair(size or config.min_size[-1])
     reference = _plain_copy(model)
@@ -262,7 +262,7 @@ def _comparison_photos(graph: DetectorGraph) -> list[Tensor]:
     height, width = graph.size
     photos = [image_tensor(photo.resize((width, height))) for photo in photo_parts(training=False)]
     mirrored = [photo.flip(2) for photo in photos]
-    return list(islice(_well_decided(graph, [*photos, *mirrored]), COMPARED)) or photos[:1]
+    return list(islice(_well_decided(graph, [*photos, *mirrored]), COMPARISON_PHOTOS)) or photos[:1]
 
 
 def _well_decided(graph: DetectorGraph, photos: list[Tensor]) -> Iterator[Tensor]:

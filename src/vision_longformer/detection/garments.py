@@ -21,7 +21,7 @@ import torch
 from PIL import Image, ImageFilter
 
 from ..data.images import decode_image
-from ..data.randomness import derive
+from ..data.randomness import derive_seed
 from ..data.sources import EVALUATION, FASHION_MNIST_CLASSES, TRAINING, fashion_mnist
 from ..errors import check_choice
 from .detections import Category, Target
@@ -57,7 +57,7 @@ class Garments:
         return range(len(self))
 
     def read(self, index: int, seed: int | None = None) -> tuple[Image.Image, Target]:
-        random = np.random.default_rng(derive("garments", int(self.training), index, 0 if seed is None else seed))
+        random = np.random.default_rng(derive_seed("garments", int(self.training), index, 0 if seed is None else seed))
         longer = int(random.integers(SIDES[0], SIDES[1] + 1)) if self.side is None else self.side
         background = random_background(self.training, longer, random)
         height, width = background.shape[:2]

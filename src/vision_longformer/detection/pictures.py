@@ -11,7 +11,7 @@ from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
 from ..files import atomic_write
-from .detections import Detection, Patch
+from .detections import Detection, MaskCrop
 
 COLOURS = (
     (230, 57, 70),
@@ -59,7 +59,7 @@ def draw_detections(image: Image.Image, detections: Sequence[Detection], names: 
     return canvas
 
 
-def _tint(image: Image.Image, mask: Patch, colour: Colour, scale: float, line: int) -> None:
+def _tint(image: Image.Image, mask: MaskCrop, colour: Colour, scale: float, line: int) -> None:
     """Colour the pixels of a mask, and draw their outline; in place."""
     rows, columns = mask.pixels.shape
     size = max(1, round(columns * scale)), max(1, round(rows * scale))

@@ -1,9 +1,9 @@
 """Detections in image files: of whole images or, for large ones, of overlapping tiles, each object once.
 
 Two tiles see the same object if their detections have the same label and, cut to the strip that both tiles cover,
-boxes of an IoU of at least ``SAME``. So a piece of an object is recognised by what it has in common with the whole one
-or with its other piece. Of such a group the best whole one counts; if all are cut by the border of their tile, the
-union of their boxes and masks does, with the best score.
+boxes of an IoU of at least ``SAME_OBJECT_IOU``. So a piece of an object is recognised by what it has in common with the
+whole one or with its other piece. Of such a group the best whole one counts; if all are cut by the border of their
+tile, the union of their boxes and masks does, with the best score.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import nn
 from ..data.images import decode_image, image_files
 from ..errors import check_at_least, check_fraction
 from .dataset import image_tensor
-from .detections import Box, Detection, Patch, detections_from_output
+from .detections import Box, Detection, MaskCrop, detections_from_output
 
 SMALLEST_TILE = 64
 
 OVERLAP = 0.25
 """Part of a tile's side that the next tile covers as well; objects up to this size are whole in some tile."""
 
-SAME = 0.5
+SAME_OBJECT_IOU = 0.5
 TOUCHING = 2.0
 """Pixels from a tile's border within which the tile counts as cutting a box."""
 
@@ -135,7 +135,7 @@ def _same(one: Piece, other: Piece) -> bool:
     if tile == other_tile or detection.label != other_detection.label:
         return False
     strip = _intersection(tile, other_tile)
-    return _iou(_intersection(detection.box, strip), _intersection(other_detection.box, strip)) >= SAME
+    return _iou(_intersection(detection.box, strip), _intersection(other_detection.box, strip)) >= SAME_OBJECT_IOU
 
 
 def _intersection(one: Box, other: Box) -> Box:
@@ -160,16 +160,16 @@ def _union(pieces: Sequence[Detection]) -> Detection:
     return replace(best, box=(left, top, right, bottom), mask=_mask_union(masks) if masks else best.mask)
 
 
-def _mask_union(masks: Sequence[Patch]) -> Patch:
+def _mask_union(masks: Sequence[MaskCrop]) -> MaskCrop:
     """Pixels of any of the masks."""
     top, left = min(mask.top for mask in masks), min(mask.left for mask in masks)
     bottom = max(mask.top + mask.pixels.shape[0] for mask in masks)
     right = max(mask.left + mask.pixels.shape[1] for mask in masks)
     pixels = np.zeros((bottom - top, right - left), dtype=bool)
     for mask in masks:
-        moved = Patch(mask.top - top, mask.left - left, mask.pixels)
+        moved = MaskCrop(mask.top - top, mask.left - left, mask.pixels)
         pixels |= moved.on(*pixels.shape).astype(bool)
-    return Patch(top, left, pixels)
+    return MaskCrop(top, left, pixels)
 
 
 def _score(detection: Detection) -> float:

@@ -64,7 +64,7 @@ class DetectionRecipe(BackboneSettings):
         data: a folder in COCO's format, or the built-in garments (garments:320 for small images).
         train_split: name of the split to train on.
         eval_split: name of the split to evaluate on.
-        skip_bad: skip images and annotations that make no sense, instead of stopping.
+        skip_bad: skip invalid images and annotations, instead of stopping.
         hflip: probability of a horizontal flip.
     """
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ..data.loading import Progress
 from ..data.order import Process
-from ..data.randomness import derive, seeded
+from ..data.randomness import derive_seed, seeded
 from ..training import run
 from ..training.callbacks import Callback
 from ..training.run import TrainedRun
@@ -29,10 +29,10 @@ from .recipe import DetectionRecipe
 
 logger = logging.getLogger(__name__)
 
-PICTURED = 6
+NUM_PICTURES = 6
 """Images on the page of predictions."""
 
-PICTURED_SCORE = 0.3
+MIN_PICTURED_SCORE = 0.3
 """Lowest score of what is drawn there: a detector that has just begun is not sure of anything."""
 
 REDRAW_STEPS = 1000
@@ -43,13 +43,13 @@ class DetectionTask(TrainingTask):
     """A detector with its training and evaluation images."""
 
     recipe_type = DetectionRecipe
-    score = "box_AP"
+    best_metric = "box_AP"
     curves = ("box_AP50", "mask_AP50", "box_AP", "mask_AP")
 
     def __init__(self, recipe: DetectionRecipe, accelerator: Accelerator) -> None:
         self.recipe, self.accelerator = recipe, accelerator
         process = Process(accelerator.process_index, accelerator.num_processes)
-        train_data, self._eval_data = _open_data(recipe)
+        train_data, eval_data = _open_data(recipe)
         self.train_set = TrainSet(
             train_data,
             seed=recipe.seed,
@@ -60,8 +60,8 @@ class DetectionTask(TrainingTask):
             hflip=recipe.hflip,
             skip_bad=recipe.skip_bad,
         )
-        self.eval_set = EvalSet(self._eval_data, process=process, workers=recipe.workers, skip_bad=recipe.skip_bad)
-        with seeded(derive(recipe.seed, "weights")):
+        self.eval_set = EvalSet(eval_data, process=process, workers=recipe.workers, skip_bad=recipe.skip_bad)
+        with seeded(derive_seed(recipe.seed, "weights")):
             self.model = build_detector(recipe.detector_config(len(train_data.categories)))
         if recipe.init is not None:
             logger.info("%s", load_backbone(self.model, recipe.init, recipe.table_resize))
@@ -103,12 +103,11 @@ class DetectionTask(TrainingTask):
         detector = open_detector(folder / "best.safetensors")
         names = [category.name for category in detector.categories]
         pictures = []
-        for index in range(min(PICTURED, len(self._eval_data))):
-            image = self._eval_data.read(index)[0]
-            detections = predict_image(detector.model, image, threshold=PICTURED_SCORE)
+        for image in self.eval_set.examples(NUM_PICTURES):
+            detections = predict_image(detector.model, image, threshold=MIN_PICTURED_SCORE)
             pictures.append(draw_detections(image, detections, names))
         where = f"{self.recipe.data}, {self.recipe.eval_split}"
-        caption = f"{where}: objects with a score of at least {PICTURED_SCORE}"
+        caption = f"{where}: objects with a score of at least {MIN_PICTURED_SCORE}"
         save_image(page(pictures, caption), folder / "predictions.png", overwrite=True)
 
     @staticmethod

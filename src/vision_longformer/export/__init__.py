@@ -3,11 +3,10 @@
 What all tasks share; which module is traced, on which images, and what its outputs mean is each task's own.
 """
 
-from .runtime import SUFFIXES, ExportedModel, is_exported, load_exported
+from .runtime import ExportedModel, is_exported, load_exported
 from .verify import Difference, ExportedFile, export_verified
 
 __all__ = [
-    "SUFFIXES",
     "Difference",
     "ExportedFile",
     "ExportedModel",

@@ -37,25 +37,25 @@ class ExportedModel(nn.Module):
 
 def is_exported(path: str | Path) -> bool:
     """Whether the name is that of an exported file."""
-    return Path(path).suffix in SUFFIXES
+    return Path(path).suffix in LOADERS
 
 
 def load_exported(path: str | Path) -> ExportedModel:
     """The model of a ``.onnx`` or ``.pt2`` file that was exported here."""
     path = Path(path)
     if not is_exported(path):
-        raise ValueError(f"{path.name} should end in {' or '.join(SUFFIXES)}")
+        raise ValueError(f"{path.name} should end in {' or '.join(LOADERS)}")
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if path.suffix == ".onnx":
         check_onnx(["onnxruntime"])
     try:
-        return SUFFIXES[path.suffix](path)
+        return LOADERS[path.suffix](path)
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # readers of damaged files raise nearly anything
         reason = first_line(error)
-        raise CheckpointError(f"{path} is not a whole {path.suffix} file ({reason}); nothing was loaded") from error
+        raise CheckpointError(f"{path} is a damaged {path.suffix} file ({reason}); nothing was loaded") from error
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
@@ -88,5 +88,5 @@ def _load_pt2(path: Path) -> ExportedModel:
     return ExportedModel(run, decode_metadata(json.loads(texts[METADATA_FILE] or "{}"), path))
 
 
-SUFFIXES: dict[str, Callable[[Path], ExportedModel]] = {".onnx": _load_onnx, ".pt2": _load_pt2}
+LOADERS: dict[str, Callable[[Path], ExportedModel]] = {".onnx": _load_onnx, ".pt2": _load_pt2}
 """What reads a file, by the end of its name."""

@@ -15,9 +15,7 @@ from ..data.loading import Progress
 from ..errors import check_choice
 from ..files import atomic_write
 from .runtime import as_tuple, load_exported
-from .writers import Shapes, check_onnx, trace, write_onnx, write_pt2
-
-FORMATS = ("onnx", "pt2")
+from .writers import WRITERS, Graph, Shapes, check_onnx, trace
 
 TOLERANCE = 1e-4
 """Largest difference of an output in float32, relative to its largest value, or to 1 if that is smaller."""
@@ -73,11 +71,7 @@ def export_verified(
     with atomic_write(path, overwrite=overwrite) as temporary:
         program = trace(module, examples[0], dynamic_shapes)
         step()
-        if format == "onnx":
-            names = {"input_names": input_names, "output_names": output_names}
-            write_onnx(program, temporary, **names, metadata=metadata, dynamic_shapes=dynamic_shapes)
-        else:
-            write_pt2(program, temporary, metadata=metadata)
+        WRITERS[path.suffix](Graph(program, input_names, output_names, dynamic_shapes), temporary, metadata)
         step()
         exported = load_exported(temporary)
         differences = []
@@ -89,7 +83,7 @@ def export_verified(
 
 def check_target(path: str | Path, format: str) -> Path:
     """The path, if its name fits the format and the format can be written here."""
-    check_choice("format", format, FORMATS)
+    check_choice("format", format, (suffix.removeprefix(".") for suffix in WRITERS))
     path = Path(path)
     if path.suffix != f".{format}":
         raise ValueError(f"{path.name} should end in .{format}, as the format is {format}")
@@ -115,7 +109,7 @@ def compare(run: Callable[..., Any], expected: Callable[..., Any], inputs: tuple
 def _difference(shape: tuple[int, ...], got: Tensor, wanted: Tensor) -> Difference:
     if got.shape != wanted.shape:
         raise ExportError(
-            f"the exported file makes {tuple(got.shape)} of an input of {shape}, its model {tuple(wanted.shape)}; "
+            f"the exported file returns {tuple(got.shape)} for an input of {shape}, its model {tuple(wanted.shape)}; "
             "no file was written"
         )
     if not got.numel():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,15 @@ Shapes = tuple[dict[int, Dim], ...] | None
 """For each input, the axes that may vary, as named dimensions; None if none may."""
 
 
+class Graph(NamedTuple):
+    """A traced program, the names of its inputs and outputs, and the axes that may vary."""
+
+    program: ExportedProgram
+    input_names: Sequence[str]
+    output_names: Sequence[str]
+    dynamic_shapes: Shapes = None
+
+
 def trace(module: nn.Module, inputs: tuple[Tensor, ...], dynamic_shapes: Shapes = None) -> ExportedProgram:
     """The operations of ``module`` on ``inputs``, for all sizes that ``dynamic_shapes`` admits.
 
@@ -39,24 +48,16 @@ def trace(module: nn.Module, inputs: tuple[Tensor, ...], dynamic_shapes: Shapes 
         return torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes, strict=False)
 
 
-def write_onnx(
-    program: ExportedProgram,
-    path: Path,
-    *,
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-    metadata: Mapping[str, Any],
-    dynamic_shapes: Shapes = None,
-) -> None:
-    """Write a program as ONNX, weights included; the axes of :func:`trace` keep their names."""
+def write_onnx(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> None:
+    """Write a program as ONNX, weights included; axes that may vary keep their names."""
     check_onnx()
-    names = tuple({axis: dim.__name__ for axis, dim in one.items()} for one in dynamic_shapes or ())
+    names = tuple({axis: dim.__name__ for axis, dim in one.items()} for one in graph.dynamic_shapes or ())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about details of the conversion, which the comparison afterwards judges
         converted = torch.onnx.export(
-            program,
-            input_names=input_names,
-            output_names=output_names,
+            graph.program,
+            input_names=graph.input_names,
+            output_names=graph.output_names,
             dynamic_shapes=names,
             verbose=False,
             dynamo=True,
@@ -68,9 +69,13 @@ def write_onnx(
     converted.save(path, external_data=False)
 
 
-def write_pt2(program: ExportedProgram, path: Path, *, metadata: Mapping[str, Any]) -> None:
+def write_pt2(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> None:
     """Write a program as ``torch.export.load`` reads it."""
-    torch.export.save(program, path, extra_files={METADATA_FILE: json.dumps(encode_metadata(metadata))})
+    torch.export.save(graph.program, path, extra_files={METADATA_FILE: json.dumps(encode_metadata(metadata))})
+
+
+WRITERS: dict[str, Callable[[Graph, Path, Mapping[str, Any]], None]] = {".onnx": write_onnx, ".pt2": write_pt2}
+"""What writes a file, by the end of its name."""
 
 
 def check_onnx(packages: Sequence[str] = ONNX_PACKAGES) -> None:

@@ -249,7 +249,7 @@ def run_facts(checkpoint: Path, format: str) -> RunFacts | None:
     data = _public(recipe.data)
     yaml = to_yaml(replace(recipe, data=data, init=recipe.init and _public(recipe.init)), changed_only=True)
     packages = json.loads((folder / ENVIRONMENT).read_text())["packages"]
-    evaluation = _run_evaluation(RunDirectory(folder), checkpoint.stem, task.score)
+    evaluation = _run_evaluation(RunDirectory(folder), checkpoint.stem, task.best_metric)
     return RunFacts(data, recipe.train_split, recipe.eval_split, yaml, packages, evaluation)
 
 

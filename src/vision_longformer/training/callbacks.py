@@ -5,16 +5,20 @@ Importing this does not import torch, so commands can subclass :class:`Callback`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import first_line
 from ..files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from .run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
 
 LABEL_COLOUR = "#5f6b7a"
 
@@ -109,17 +113,21 @@ class TensorBoard(Callback):
 class Pictures(Callback):
     """Draws the curves of ``results`` after each evaluation, and calls ``draw`` when there is a new best model.
 
-    A run that ends early, or is still running, can be looked at like a finished one.
+    A run that ends early, or is still running, can be looked at like a finished one. Pictures that cannot be drawn are
+    reported and do not end the run.
     """
 
     def __init__(self, run: RunDirectory, results: Sequence[str], draw: Callable[[Path], object]) -> None:
         self._run, self._results, self._draw = run, results, draw
 
     def on_evaluate(self, values: dict[str, Any], best: bool) -> None:
-        with atomic_write(self._run.path / "curves.png", overwrite=True) as temporary:
-            curves(self._run.records(), self._results).savefig(temporary, format="png", dpi=120)
-        if best:
-            self._draw(self._run.path)
+        try:
+            with atomic_write(self._run.path / "curves.png", overwrite=True) as temporary:
+                curves(self._run.records(), self._results).savefig(temporary, format="png", dpi=120)
+            if best:
+                self._draw(self._run.path)
+        except Exception as error:  # of fonts, plotting libraries, a single image: none is worth a run
+            logger.warning("the pictures of step %d could not be drawn: %s", values["step"], first_line(error))
 
 
 def curves(records: Sequence[dict[str, Any]], results: Sequence[str]) -> Figure:

@@ -36,14 +36,7 @@ def make_accelerator(settings: TrainSettings) -> Accelerator:
         raise ValueError("precision fp16 needs a GPU; use bf16 or fp32 here")
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
     precision = {"fp32": "no"}.get(settings.precision, settings.precision)
-    accelerator = Accelerator(cpu=not cuda, mixed_precision=precision)
-    parts = accelerator.num_processes * settings.accumulate
-    if settings.batch_size % parts:
-        raise ValueError(
-            f"batch_size {settings.batch_size} is not divisible by {accelerator.num_processes} processes × accumulate "
-            f"{settings.accumulate}; use {max(1, settings.batch_size // parts) * parts}"
-        )
-    return accelerator
+    return Accelerator(cpu=not cuda, mixed_precision=precision)
 
 
 def distribute(accelerator: Accelerator, model: nn.Module, settings: TrainSettings) -> tuple[nn.Module, Any]:
@@ -84,7 +77,7 @@ def agree(accelerator: Accelerator, signal_number: int, save: bool) -> tuple[int
     return int(flags[0]), bool(flags[1])
 
 
-def from_main(accelerator: Accelerator, value: T) -> T:
+def broadcast_from_main(accelerator: Accelerator, value: T) -> T:
     """The main process's value, in every process."""
     return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
 

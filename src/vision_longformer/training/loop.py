@@ -21,12 +21,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..data.randomness import derive
+from ..data.randomness import derive_seed
 from ..models import VisionLongformer
 from ..models.attention import PerformerAttention
 from .callbacks import Callback
 from .checkpointer import Checkpointer, Counters
-from .distributed import agree, distribute, from_main, mean_over_processes, without_sync
+from .distributed import agree, broadcast_from_main, distribute, mean_over_processes, without_sync
 from .ema import WeightAverage
 from .optimizer import learning_rate
 from .recipe import TrainSettings
@@ -91,7 +91,7 @@ class TrainingLoop:
                     self._save()
                 return self._last_evaluation()
             except (OSError, RuntimeError) as error:
-                explained = self._explained(error)
+                explained = self._as_training_error(error)
                 if explained is error:
                     raise
                 raise explained from error
@@ -99,14 +99,14 @@ class TrainingLoop:
                 self.callback.on_end()
 
     def _restore(self) -> None:
-        path = from_main(self.accelerator, self.checkpointer.latest())
-        if path is None:
-            return
-        self.counters = self.checkpointer.restore(path)
-        self._sums = {name: torch.tensor(value) for name, value in self.counters.sums.items()}
-        self._logged_at, self._logged_step = time.monotonic(), self.counters.step
+        """Load the latest checkpoint, if any, and drop metrics of what is repeated."""
+        path = broadcast_from_main(self.accelerator, self.checkpointer.latest())
+        if path is not None:
+            self.counters = self.checkpointer.restore(path)
+            self._sums = {name: torch.tensor(value) for name, value in self.counters.sums.items()}
+            self._logged_at, self._logged_step = time.monotonic(), self.counters.step
         if self.accelerator.is_main_process:
-            self.run.forget_after(self.counters.step, self.counters.evaluated)
+            self.run.drop_metrics_after(self.counters.step, self.counters.evaluated)
 
     # Steps
 
@@ -126,7 +126,7 @@ class TrainingLoop:
     def _step(self, epoch: int, step_of_epoch: int, batches: Iterator[Any]) -> None:
         """One optimiser step, on the next ``accumulate`` of ``batches``."""
         settings, step = self.settings, self.counters.step
-        torch.manual_seed(derive(settings.seed, "step", step, self.accelerator.process_index))
+        torch.manual_seed(derive_seed(settings.seed, "step", step, self.accelerator.process_index))
         self.schedule.before_step(step, epoch, step_of_epoch)
         lr = learning_rate(settings, step, self.total, self.warmup)
         for group in self.optimizer.param_groups:
@@ -175,8 +175,8 @@ class TrainingLoop:
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
             raise TrainingError(
-                f"the loss is {loss} around step {self.counters.step}; {self._intact()}, from which a run with a lower "
-                "lr, a longer warmup or clip_norm may be started"
+                f"the loss is {loss} around step {self.counters.step}; {self._checkpoint_note()}, from which a run "
+                "with a lower lr, a longer warmup or clip_norm may be started"
             )
 
     def _evaluation_is_due(self) -> bool:
@@ -189,9 +189,9 @@ class TrainingLoop:
         """Evaluate the model, averaged if there is an average, and save it if it is the best or the last."""
         with nullcontext() if self.average is None else self.average.applied():
             results = self.task.evaluate(self.callback.on_eval_progress)
-            best = self._is_best(results[self.task.score])
+            best = self._is_best(results[self.task.best_metric])
             if best:
-                self.counters.best = results[self.task.score]
+                self.counters.best = results[self.task.best_metric]
                 self._save_model("best")
             if self.counters.step == self.total:
                 self._save_model("last")
@@ -231,17 +231,19 @@ class TrainingLoop:
 
     # Errors
 
-    def _explained(self, error: OSError | RuntimeError) -> Exception:
+    def _as_training_error(self, error: OSError | RuntimeError) -> Exception:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return TrainingError(f"the disk is full; {self._intact()}: make room, then --resume {self.run.path}")
+            return TrainingError(
+                f"the disk is full; {self._checkpoint_note()}: free some space, then --resume {self.run.path}"
+            )
         if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
             return TrainingError(
-                f"a data-loading process died (often because memory ran out); {self._intact()}: "
+                f"a data-loading process died (often because memory ran out); {self._checkpoint_note()}: "
                 f"--resume {self.run.path}, or start again with fewer workers"
             )
         return error
 
-    def _intact(self) -> str:
+    def _checkpoint_note(self) -> str:
         path = self.checkpointer.latest()
         return "there is no checkpoint yet" if path is None else f"the checkpoint {path} is intact"
 
@@ -306,7 +308,7 @@ class BackboneSchedule:
             if model.config.neighbours == "random" and step >= self._shift_until:
                 model.set_neighbours("all")
         if self._has_features and self._redraws_features(step, epoch, step_of_epoch):
-            generator = torch.Generator().manual_seed(derive(self._seed, "features", step))
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "features", step))
             for model in self._backbones:
                 model.redraw_features(generator)
 
@@ -314,4 +316,4 @@ class BackboneSchedule:
         """Before each forward pass of a step: all of them see the same neighbours, however the batch is split."""
         for model in self._backbones:
             if model.config.neighbours == "random":
-                model.random_shift.seed(derive(self._seed, "shift") % 2**32, step)
+                model.random_shift.seed(derive_seed(self._seed, "shift") % 2**32, step)

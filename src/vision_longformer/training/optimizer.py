@@ -164,7 +164,7 @@ class QuasiHyperbolicMomentum(_ForeachOptimizer):
             torch._foreach_add_(parameters, gradients, alpha=-group["lr"] * (1 - group["nu"]))
 
 
-DROP = 0.1
+MULTISTEP_FACTOR = 0.1
 """What multistep multiplies the rate by at each milestone."""
 
 
@@ -180,7 +180,7 @@ def learning_rate(settings: TrainSettings, step: int, total: int, warmup: int) -
     if settings.schedule == "constant":
         return peak
     if settings.schedule == "multistep":
-        return peak * DROP ** sum(step >= round(milestone * total) for milestone in settings.milestones)
+        return peak * MULTISTEP_FACTOR ** sum(step >= round(milestone * total) for milestone in settings.milestones)
     start = 0 if settings.schedule == "release_cosine" else warmup
     progress = min(1.0, (step - start) / max(1, total - start))
     left = 1 - progress if settings.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2

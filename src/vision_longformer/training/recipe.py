@@ -33,7 +33,7 @@ class TrainSettings:
 
     Args:
         about: what the recipe is for, in a line.
-        seed: of everything random; the same seed gives the same run.
+        seed: seeds everything random; the same seed gives the same run.
         epochs: passes over the training set.
         steps: stop after this many optimiser steps instead of whole epochs.
         batch_size: images per optimiser step, over all processes.
@@ -45,17 +45,17 @@ class TrainSettings:
         optimizer: adamw, sgd; release_adamw and release_qhm step as the authors' release does.
         lr: peak learning rate.
         lr_batch: the batch size that lr is stated for; it is scaled to batch_size. None: not scaled.
-        beta2: of adamw and release_adamw, the decay of squared gradients.
-        momentum: of sgd and release_qhm.
+        beta2: decay of the squared gradients of adamw and release_adamw.
+        momentum: for sgd and release_qhm.
         weight_decay: decoupled for adamw.
         decay: what decays: matrices (no biases, norms, tokens, position tables), release (its grouping) or all.
         clip_norm: largest norm of the whole gradient; None for no limit.
         schedule: cosine, linear, multistep, constant; release_cosine counts the steps of warm-up too.
         warmup: epochs of linear warm-up.
         warmup_steps: the same in optimiser steps, instead of epochs.
-        warmup_factor: of the first step's learning rate.
+        warmup_factor: the first step's learning rate, as a fraction of lr.
         min_lr: where the schedule ends.
-        milestones: of multistep, fractions of the run at which the rate falls to a tenth.
+        milestones: for multistep, the fractions of the run at which the rate falls to a tenth.
         ema: decay of an exponential moving average of the weights, which is then evaluated and saved; None for none.
         workers: data-loading processes.
         checkpoint_minutes: time between checkpoints; there is one after each epoch as well.
@@ -339,7 +339,7 @@ def in_words(expected: Any) -> str:
         return f"{in_words(_not_none(options))}, or null"
     if origin is tuple:
         return "a list of numbers" if options[-1] is ... else f"a list of {len(options)} numbers"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "keys with values"}
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "keys with values"}
     return words[origin or expected]
 
 

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from .callbacks import Callback, CallbackList, Pictures, TensorBoard
-from .distributed import from_main, make_accelerator
+from .distributed import broadcast_from_main, make_accelerator
 from .loop import BackboneSchedule, TrainingLoop, total_steps
 from .recipe import BackboneSettings, resolve, to_yaml
 from .run_directory import RECIPE, RunDirectory, next_free
@@ -48,7 +48,7 @@ def train(
     accelerator = make_accelerator(settings)
     task = task_type(settings, accelerator)
     name = settings.run_prefix + (Path(recipe).stem if isinstance(recipe, str) else settings.task)
-    path = Path(from_main(accelerator, str(output or next_free(Path("runs"), name))))
+    path = Path(broadcast_from_main(accelerator, str(output or next_free(Path("runs"), name))))
     run = RunDirectory.create(path, to_yaml(settings)) if accelerator.is_main_process else RunDirectory(path)
     return _fit(task, settings, run, accelerator, callback)
 

@@ -69,7 +69,7 @@ class RunDirectory:
                 break
         return records
 
-    def forget_after(self, step: int, evaluated: int) -> None:
+    def drop_metrics_after(self, step: int, evaluated: int) -> None:
         """Drop metrics of training after ``step`` and of evaluation after ``evaluated``: a resumed run repeats them."""
         earlier = [line for line in self.records() if line["step"] <= (evaluated if "evaluation" in line else step)]
         with atomic_write(self.path / METRICS, overwrite=True) as temporary:

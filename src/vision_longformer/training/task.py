@@ -25,7 +25,7 @@ class TrainingTask(ABC):
     """
 
     recipe_type: ClassVar[type[BackboneSettings]]
-    score: ClassVar[str]
+    best_metric: ClassVar[str]
     """The result of :meth:`evaluate` by which the best checkpoint is chosen."""
     curves: ClassVar[tuple[str, ...]]
     """The results of :meth:`evaluate` that are drawn as curves."""

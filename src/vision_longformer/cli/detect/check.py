@@ -45,7 +45,7 @@ def detect_check(data: str, *, split: str | None = None, json: bool = False) -> 
 
 
 def _count(problems: Sequence[object]) -> str:
-    return f"{len(problems)} problem{'' if len(problems) == 1 else 's'}" if problems else "nothing wrong"
+    return f"{len(problems)} problem{'' if len(problems) == 1 else 's'}" if problems else "no problems"
 
 
 def _cell(identity: object) -> str:

@@ -36,7 +36,7 @@ def detect_evaluate(
         split: name of the split.
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.
-        skip_bad: skip images and annotations that make no sense, instead of stopping.
+        skip_bad: skip invalid images and annotations, instead of stopping.
         per_category: also print the average precision of each category.
         results: a .json file to write all detections to, in COCO's results format.
         json: print JSON.
@@ -46,7 +46,7 @@ def detect_evaluate(
     from ...detection.evaluate import evaluate
 
     if results is not None and Path(results).exists():
-        raise FileExistsError(f"{results} exists; give another name or remove it first")
+        raise FileExistsError(f"{results} exists; choose another name or remove it first")
     with progress_bar("evaluating") as progress:
         result = evaluate(
             checkpoint,

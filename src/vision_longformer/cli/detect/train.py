@@ -17,7 +17,7 @@ def detect_train(
 
     Args:
         recipe: a name from 'vil detect recipes' or a .yaml file of your own; quickstart by default.
-        resume: resume the run in this directory; no other arguments are allowed then.
+        resume: resume the run in this directory; cannot be combined with other arguments.
         output: the run directory, runs/detect-RECIPE-1 or the next free number by default.
     """
     from ...detection.task import DetectionTask
