@@ -374,7 +374,8 @@ class VisionLongformer(nn.Module):
 
 
 def _init_linear(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
+    """Truncated normal weights; on the meta device, where drawing takes longer than all the rest, there are none."""
+    if isinstance(module, nn.Linear) and not module.weight.is_meta:
         trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
