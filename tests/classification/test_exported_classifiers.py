@@ -218,7 +218,7 @@ def test_wrong_input(checkpoint: Path, tmp_path: Path) -> None:
 def test_files_that_are_no_exported_models(tmp_path: Path, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As :mod:`test_runtime` tests it of the files themselves, and before anything is traced."""
     (tmp_path / "broken.onnx").write_bytes(b"not a model")
-    with pytest.raises(CheckpointError, match=r"broken\.onnx is a damaged \.onnx file"):
+    with pytest.raises(CheckpointError, match=r"broken\.onnx is not a valid \.onnx file"):
         predict(tmp_path / "broken.onnx", [photo])
     monkeypatch.setattr(writers, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="ONNX needs onnx, onnxscript, onnxruntime; install with: pip install"):

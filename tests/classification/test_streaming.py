@@ -98,7 +98,7 @@ def test_bad_settings_for_shards(shards: Path, changes: dict[str, Any], message:
 def test_damaged_shards(shards: Path) -> None:
     whole = (shards / "val-0.tar").read_bytes()
     (shards / "val-0.tar").write_bytes(whole[:1700])
-    with pytest.raises(ValueError, match=r"^shard .*val-0.tar is a damaged tar file [^\n]*$"):
+    with pytest.raises(ValueError, match=r"^shard .*val-0.tar is not a valid tar file [^\n]*$"):
         list(eval_set_of(_recipe(shards, workers=1)).batches())
 
 

@@ -60,7 +60,7 @@ def test_damaged_shards(shards: Path) -> None:
     path = shards / "val-0.tar"
     path.write_bytes(path.read_bytes()[:1700])
     source = ShardSource(f"wds/{shards}", "val", num_classes=3)
-    with pytest.raises(DataError, match=r"shard .*val-0.tar is a damaged tar file"):
+    with pytest.raises(DataError, match=r"shard .*val-0.tar is not a valid tar file"):
         list(source.samples(source.paths))
 
 

@@ -210,7 +210,7 @@ def test_files_that_are_not_what_they_seem(tmp_path: Path) -> None:
     for suffix in ("npz", "tar", "zip"):
         path = tmp_path / f"text.{suffix}"
         path.write_text("text" * 500)
-        with pytest.raises(ValueError, match=rf"text.{suffix} is a damaged .{suffix} file|pickle"):
+        with pytest.raises(ValueError, match=rf"text.{suffix} is not a valid .{suffix} file|pickle"):
             open_source(str(path), "train")
     with pytest.raises(ValueError, match="has no arrays train_x and train_y, only images"):
         open_source(str(write_npz(tmp_path / "other.npz", images=np.zeros(1))), "train")

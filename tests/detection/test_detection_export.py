@@ -248,7 +248,7 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="a Linear was not built by build_detector"):
         export_detector(nn.Linear(1, 1), tmp_path / "d.onnx")
     (tmp_path / "broken.onnx").write_bytes(b"no model")
-    with pytest.raises(CheckpointError, match=r"broken\.onnx is a damaged \.onnx file"):
+    with pytest.raises(CheckpointError, match=r"broken\.onnx is not a valid \.onnx file"):
         open_detector(tmp_path / "broken.onnx")
     for metadata, message in (
         ({"kind": "classifier"}, r"x\.onnx is an exported classifier; a detector was asked for"),

@@ -44,7 +44,7 @@ def test_files_that_are_no_exported_models(tmp_path: Path) -> None:
             load_exported(tmp_path / f"none.{suffix}")
         broken = tmp_path / f"broken.{suffix}"
         broken.write_bytes(b"not a model")
-        with pytest.raises(CheckpointError, match=rf"broken\.{suffix} is a damaged \.{suffix} file"):
+        with pytest.raises(CheckpointError, match=rf"broken\.{suffix} is not a valid \.{suffix} file"):
             load_exported(broken)
     torch.export.save(torch.export.export(nn.Identity(), (torch.ones(1),)), tmp_path / "foreign.pt2")
     with pytest.raises(CheckpointError, match=r"foreign\.pt2 was not written by 'vil export'"):

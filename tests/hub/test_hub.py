@@ -248,7 +248,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path) -> None
     with pytest.raises(FileExistsError, match="taken exists; give the name of a new folder"):
         save_pretrained(_micro(), tmp_path / "taken")
     (tmp_path / "broken.safetensors").write_bytes(b"no weights")
-    with pytest.raises(CheckpointError, match="damaged safetensors file"):
+    with pytest.raises(CheckpointError, match="not a valid safetensors file"):
         save_pretrained(tmp_path / "broken.safetensors", tmp_path / "new")
     with pytest.raises(ValueError, match="a Linear was not built by build_detector"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path / "new")

@@ -143,7 +143,7 @@ def _opened(location: str | Path, *formats: str) -> Iterator[Any]:
                 raise CheckpointError(f"{path} is {what}; {wanted} was asked for, and nothing was loaded")
             yield file
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is a damaged safetensors file ({error}); nothing was loaded") from error
+        raise CheckpointError(f"{path} is not a valid safetensors file ({error}); nothing was loaded") from error
 
 
 def _config(path: str | Path, file: Any) -> dict[str, Any]:

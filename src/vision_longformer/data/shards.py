@@ -133,7 +133,7 @@ def _refusing_damage(shard: str) -> Iterator[None]:
     try:
         yield
     except (tarfile.TarError, EOFError) as error:
-        raise DataError(f"shard {shard} is a damaged tar file ({error})") from error
+        raise DataError(f"shard {shard} is not a valid tar file ({error})") from error
 
 
 def _key(path: str) -> tuple[str, str]:

@@ -176,7 +176,7 @@ def npz_source(path: Path, split: str, classes: Sequence[str] | None = None) -> 
             if "classes" in arrays.files:
                 classes = tuple(map(str, arrays["classes"]))
     except (zipfile.BadZipFile, EOFError, OSError) as error:
-        raise ValueError(f"{path} is a damaged .npz file ({error})") from error
+        raise ValueError(f"{path} is not a valid .npz file ({error})") from error
     return ArraySource(images, labels, classes, f"{path} ({split})")
 
 
@@ -318,7 +318,7 @@ def _image_members(archive: Path, modified: int) -> tuple[Member, ...]:
         with archive.open("rb") as file:
             members = list(_zip_members(file) if archive.suffix == ".zip" else _tar_members(file))
     except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{archive} is a damaged {archive.suffix} file ({error})") from error
+        raise ValueError(f"{archive} is not a valid {archive.suffix} file ({error})") from error
     types = get_img_extensions(as_set=True)
     images = [member for member in members if os.path.splitext(member.path)[1].lower() in types]
     if not images:

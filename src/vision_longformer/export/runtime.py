@@ -55,7 +55,7 @@ def load_exported(path: str | Path) -> ExportedModel:
         raise
     except Exception as error:  # readers of damaged files raise nearly anything
         reason = first_line(error)
-        raise CheckpointError(f"{path} is a damaged {path.suffix} file ({reason}); nothing was loaded") from error
+        raise CheckpointError(f"{path} is not a valid {path.suffix} file ({reason}); nothing was loaded") from error
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
