@@ -22,7 +22,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     trained = train("quickstart", steps=arguments.steps, output=arguments.output)
-    print(f"{trained.results['top1']:.1f}% after {arguments.steps} steps; see {trained.run}")
+    print(f"{trained.best['top1']:.1f}% after {arguments.steps} steps; see {trained.run}")
 
     larger = evaluate(trained.checkpoint, "fashion-mnist", size=36)
     print(f"{larger.top1:.1f}% on the same {larger.samples} images at 36×36, without training for it")

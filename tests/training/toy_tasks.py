@@ -157,7 +157,7 @@ class RecipeTask(ToyTask):
     curves = ("score",)
     built: ClassVar[RecipeTask]
 
-    def __init__(self, recipe: ToyRecipe, accelerator: Accelerator) -> None:
+    def __init__(self, recipe: ToyRecipe, accelerator: Accelerator, run: Path | None) -> None:
         super().__init__(batches_per_epoch=4)
         self.recipe = recipe
         self.drawn: list[Path] = []

@@ -45,7 +45,7 @@ class ClassificationTask(TrainingTask):
     curves = ("top1", "top5")
     model: VisionLongformer
 
-    def __init__(self, recipe: ClassificationRecipe, accelerator: Accelerator) -> None:
+    def __init__(self, recipe: ClassificationRecipe, accelerator: Accelerator, run: Path | None = None) -> None:
         self.recipe, self.accelerator = recipe, accelerator
         process = Process(accelerator.process_index, accelerator.num_processes)
         micro_batch_size = Batching(recipe.batch_size, recipe.accumulate, process).micro_batch_size
@@ -156,6 +156,9 @@ def train(
     return run.train(ClassificationTask, recipe, output=output, callback=callback, **changes)
 
 
-def resume(directory: str | Path, *, callback: Callback | None = None) -> TrainedRun:
-    """Resume an interrupted run from its last checkpoint; it ends as if it had not been interrupted."""
-    return run.resume(ClassificationTask, directory, callback=callback)
+def resume(directory: str | Path, *, epochs: int | None = None, callback: Callback | None = None) -> TrainedRun:
+    """Resume an interrupted run from its last checkpoint; it ends as if it had not been interrupted.
+
+    With ``epochs``, a finished run is trained further, to that many epochs in all; its schedule starts anew.
+    """
+    return run.resume(ClassificationTask, directory, epochs=epochs, callback=callback)

@@ -47,7 +47,7 @@ def train(
 
 
 def _print_end(trained: TrainedRun) -> None:
-    results = trained.results
+    results = trained.best
     line = f"{results['top1']:.2f}% top-1, {results['top5']:.2f}% top-5 on the evaluation set"
     print_line(f"{line}; best checkpoint: {trained.checkpoint}")
     if trained.pictures:

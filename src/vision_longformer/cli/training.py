@@ -31,14 +31,16 @@ def run_training(
     from ..training import run
     from ..training.loop import Interrupted
 
-    if resume is not None and (changes or output or recipe):
-        raise ValueError("--resume continues a run as it was started; it takes no recipe, settings or other options")
+    others = [f"--{name.replace('_', '-')}" for name in changes if name != "epochs"]
+    if resume is not None and (others or output or recipe):
+        refused = ", ".join([*([recipe] if recipe else []), *(["--output"] if output else []), *others])
+        raise ValueError(f"--resume continues a run as it was started, with --epochs at most; leave out {refused}")
     first = int(os.environ.get("RANK", 0)) == 0
     callback = TrainingProgress(task_type.best_metric)
     try:
         with log_lines():
             if resume is not None:
-                trained = run.resume(task_type, resume, callback=callback)
+                trained = run.resume(task_type, resume, epochs=changes.get("epochs"), callback=callback)
             else:
                 trained = run.train(task_type, recipe or QUICK_START, output=output, callback=callback, **changes)
     except Interrupted as interruption:
@@ -72,6 +74,11 @@ class TrainingProgress(Callback):
             transient=True,
             disable=not self._console.is_terminal,
         )
+
+    def on_summary(self, summary: Mapping[str, str]) -> None:
+        width = max(map(len, summary))
+        for name, text in summary.items():
+            self._console.print(f"{name:{width}}  {text}", soft_wrap=True)
 
     def on_start(self, step: int, total: int, steps_per_epoch: int) -> None:
         self._total, self._per_epoch, self._started, self._first = total, steps_per_epoch, time.monotonic(), step

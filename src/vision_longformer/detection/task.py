@@ -46,7 +46,7 @@ class DetectionTask(TrainingTask):
     best_metric = "box_AP"
     curves = ("box_AP50", "mask_AP50", "box_AP", "mask_AP")
 
-    def __init__(self, recipe: DetectionRecipe, accelerator: Accelerator) -> None:
+    def __init__(self, recipe: DetectionRecipe, accelerator: Accelerator, run: Path | None = None) -> None:
         self.recipe, self.accelerator = recipe, accelerator
         process = Process(accelerator.process_index, accelerator.num_processes)
         train_data, eval_data = _open_data(recipe)
@@ -142,6 +142,6 @@ def train(
     return run.train(DetectionTask, recipe, output=output, callback=callback, **changes)
 
 
-def resume(directory: str | Path, *, callback: Callback | None = None) -> TrainedRun:
-    """Resume an interrupted run from its last checkpoint; it ends as if it had not been interrupted."""
-    return run.resume(DetectionTask, directory, callback=callback)
+def resume(directory: str | Path, *, epochs: int | None = None, callback: Callback | None = None) -> TrainedRun:
+    """Resume a run, or train a finished one for more epochs; see :func:`vision_longformer.classification.resume`."""
+    return run.resume(DetectionTask, directory, epochs=epochs, callback=callback)

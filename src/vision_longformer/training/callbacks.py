@@ -6,7 +6,7 @@ Importing this does not import torch, so commands can subclass :class:`Callback`
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,15 @@ logger = logging.getLogger(__name__)
 
 LABEL_COLOUR = "#5f6b7a"
 
+MARKED_POINTS = 30
+"""A curve of so many points, or of fewer, has markers."""
+
 
 class Callback:
     """Watches a run. This one does nothing; subclasses override what they need."""
+
+    def on_summary(self, summary: Mapping[str, str]) -> None:
+        """Before anything else: what is trained, on what and where, by names to print."""
 
     def on_start(self, step: int, total: int, steps_per_epoch: int) -> None:
         """Before the first step. ``step`` of ``total`` steps are done; in a resumed run, that is not 0."""
@@ -50,6 +56,10 @@ class CallbackList(Callback):
 
     def __init__(self, *callbacks: Callback) -> None:
         self._callbacks = callbacks
+
+    def on_summary(self, summary: Mapping[str, str]) -> None:
+        for callback in self._callbacks:
+            callback.on_summary(summary)
 
     def on_start(self, step: int, total: int, steps_per_epoch: int) -> None:
         for callback in self._callbacks:
@@ -137,7 +147,8 @@ def curves(records: Sequence[dict[str, Any]], results: Sequence[str]) -> Figure:
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     losses, scores = figure.subplots(1, 2)
     logged = [(line["step"], line["loss"]) for line in records if line.get("loss") is not None]
-    losses.plot(*zip(*logged, strict=True) if logged else ([], []), color="#1f5fa8")
+    marker = "o" if len(logged) <= MARKED_POINTS else None  # one point alone would not be seen
+    losses.plot(*zip(*logged, strict=True) if logged else ([], []), color="#1f5fa8", marker=marker, markersize=4)
     losses.set_title("training loss", loc="left", fontsize=11)
     losses.set_ylim(bottom=0)
     evaluated = [(line["step"], line["evaluation"]) for line in records if "evaluation" in line]

@@ -24,16 +24,28 @@ from torch.distributed.tensor import DTensor
 from ..errors import CheckpointError
 from ..files import atomic_write
 from .ema import WeightAverage
+from .recipe import TrainSettings
 
 
 @dataclass
 class Counters:
-    """How far a run is: steps done, the step last evaluated, the best score, and sums of what is not yet logged."""
+    """How far a run is.
+
+    - ``step``: steps done; ``evaluated``: the step last evaluated.
+    - ``best``: the best score; ``best_step``: its step; ``stale``: evaluations of this phase since then.
+    - ``sums``: of what is not yet logged.
+    """
 
     step: int = 0
     evaluated: int = 0
     best: float | None = None
+    best_step: int = 0
+    stale: int = 0
     sums: dict[str, float] = field(default_factory=dict)
+
+    def at_end(self, settings: TrainSettings, total: int) -> bool:
+        """Whether no step is left: all ``total`` are done, or the settings' patience has run out."""
+        return self.step >= total or (settings.patience is not None and self.stale >= settings.patience)
 
 
 class Checkpointer:
@@ -105,6 +117,11 @@ def load_state(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files raise nearly anything
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}); the run cannot be resumed") from error
+
+
+def load_counters(path: Path) -> Counters:
+    """How far a run was at a checkpoint."""
+    return Counters(**load_state(path)["counters"])
 
 
 def _gathered(value: Tensor) -> Tensor:

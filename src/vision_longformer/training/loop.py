@@ -33,6 +33,9 @@ from .recipe import TrainSettings
 from .run_directory import RunDirectory
 from .task import TrainingError, TrainingTask
 
+Results = dict[str, float]
+"""Of an evaluation, by name."""
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -75,8 +78,8 @@ class TrainingLoop:
         self._saved_at = self._logged_at = time.monotonic()
         self._logged_step = 0
 
-    def train(self) -> dict[str, float]:
-        """Run to the end, or until a signal, and return the results of the last evaluation."""
+    def train(self) -> tuple[Results, Results]:
+        """Run to the end, or until a signal, and return the evaluations of the best and of the last model."""
         self._restore()
         self.callback.on_start(self.counters.step, self.total, self.steps_per_epoch)
         with GracefulExit() as graceful_exit:
@@ -84,12 +87,12 @@ class TrainingLoop:
                 if self._evaluation_is_due():  # a run that was stopped between a step and its evaluation
                     self._evaluate()
                     self._save()
-                while self.counters.step < self.total:
+                while not self._at_end():
                     self._epoch(graceful_exit)
                     if self._evaluation_is_due():
                         self._evaluate()
                     self._save()
-                return self._last_evaluation()
+                return self.run.evaluation(self.counters.best_step), self.run.evaluation(self.counters.evaluated)
             except (OSError, RuntimeError) as error:
                 explained = self._as_training_error(error)
                 if explained is error:
@@ -105,6 +108,8 @@ class TrainingLoop:
             self.counters = self.checkpointer.restore(path)
             self._sums = {name: torch.tensor(value) for name, value in self.counters.sums.items()}
             self._logged_at, self._logged_step = time.monotonic(), self.counters.step
+            if self.counters.step == self.settings.phase_start:
+                self.counters.stale = 0
         if self.accelerator.is_main_process:
             self.run.drop_metrics_after(self.counters.step, self.counters.evaluated)
 
@@ -128,7 +133,8 @@ class TrainingLoop:
         settings, step = self.settings, self.counters.step
         torch.manual_seed(derive_seed(settings.seed, "step", step, self.accelerator.process_index))
         self.schedule.before_step(step, epoch, step_of_epoch)
-        lr = learning_rate(settings, step, self.total, self.warmup)
+        start = settings.phase_start
+        lr = learning_rate(settings, step - start, self.total - start, self.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.model.train()
@@ -143,7 +149,8 @@ class TrainingLoop:
         if self.average is not None:
             self.average.update(self.counters.step)
         self.callback.on_step(self.counters.step)
-        if self.counters.step % settings.log_every == 0 or self.counters.step == self.total:
+        ends_epoch = step_of_epoch + 1 == self.steps_per_epoch
+        if self.counters.step % settings.log_every == 0 or ends_epoch or self.counters.step == self.total:
             self._log(epoch)
 
     def _backward(self, batch: Any, micro_batch_index: int, *, last: bool) -> None:
@@ -179,6 +186,9 @@ class TrainingLoop:
                 "with a lower lr, a longer warmup or clip_norm may be started"
             )
 
+    def _at_end(self) -> bool:
+        return self.counters.at_end(self.settings, self.total)
+
     def _evaluation_is_due(self) -> bool:
         """After every ``eval_every`` epochs and at the end of the run, unless this step has been evaluated."""
         epoch, step_of_epoch = divmod(self.counters.step, self.steps_per_epoch)
@@ -191,9 +201,10 @@ class TrainingLoop:
             results = self.task.evaluate(self.callback.on_eval_progress)
             best = self._is_best(results[self.task.best_metric])
             if best:
-                self.counters.best = results[self.task.best_metric]
+                self.counters.best, self.counters.best_step = results[self.task.best_metric], self.counters.step
                 self._save_model("best")
-            if self.counters.step == self.total:
+            self.counters.stale = 0 if best else self.counters.stale + 1
+            if self._at_end():
                 self._save_model("last")
         self.counters.evaluated = self.counters.step
         epoch = self.counters.step // self.steps_per_epoch
@@ -223,11 +234,6 @@ class TrainingLoop:
             self.counters.sums = {}
         self.checkpointer.save(self.counters)
         self._saved_at = time.monotonic()
-
-    def _last_evaluation(self) -> dict[str, float]:
-        """From the metrics, since a resumed run may have had nothing left to do; null stands for NaN there."""
-        evaluations = [line["evaluation"] for line in self.run.records() if "evaluation" in line]
-        return {name: math.nan if value is None else value for name, value in evaluations[-1].items()}
 
     # Errors
 

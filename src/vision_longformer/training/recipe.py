@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -61,6 +61,8 @@ class TrainSettings:
         checkpoint_minutes: time between checkpoints; there is one after each epoch as well.
         log_every: steps between lines of metrics.
         eval_every: epochs between evaluations.
+        patience: stop after this many evaluations without a better one; None to train to the end.
+        phase_start: the step at which a finished run was given more epochs, and its schedule started anew.
     """
 
     about: str = ""
@@ -92,13 +94,15 @@ class TrainSettings:
     checkpoint_minutes: float = 10.0
     log_every: int = 50
     eval_every: int = 1
+    patience: int | None = None
+    phase_start: int = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulate", "log_every", "eval_every"):
             check_at_least(name, getattr(self, name), 1)
-        for name in ("seed", "workers"):
+        for name in ("seed", "workers", "phase_start"):
             check_at_least(name, getattr(self, name), 0)
-        for name in ("steps", "lr_batch", "warmup_steps"):
+        for name in ("steps", "lr_batch", "warmup_steps", "patience"):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)
         for name, choices in (
@@ -111,6 +115,8 @@ class TrainSettings:
             check_choice(name, getattr(self, name), choices)
         if self.lr <= 0:
             raise ValueError(f"lr is {self.lr}; it must be positive")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ValueError(f"clip_norm is {self.clip_norm}; it must be positive, or null for no limit")
         for name in ("weight_decay", "warmup", "min_lr", "checkpoint_minutes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
@@ -118,6 +124,8 @@ class TrainSettings:
             raise ValueError(f"ema is {self.ema}; it must be at least 0 and below 1, such as 0.9999")
         if list(self.milestones) != sorted(self.milestones) or not all(0 < at < 1 for at in self.milestones):
             raise ValueError(f"milestones are {self.milestones}; give rising fractions of the run, as [0.66, 0.88]")
+        if self.schedule == "multistep" and not self.milestones:
+            raise ValueError("schedule multistep needs milestones, as [0.66, 0.88]; without them the rate never falls")
 
     def count_warmup(self, steps_per_epoch: int) -> int:
         """Steps of warm-up."""
@@ -139,6 +147,9 @@ class BackboneSettings(TrainSettings):
         drop_path: rate of dropped residual branches in the last block; it grows linearly with depth.
         neighbours: what local attention sees in training: all, self, or random (random shift).
         shift_until: with random, the fraction of the run after which all neighbours are seen.
+        eval_fraction: hold out this part of the training images for evaluation; None: only where the data has no
+            evaluation split, 0.15 of them.
+        auto: derive settings that are not given from the data and the machine, as own_images does.
     """
 
     task: ClassVar[str]
@@ -153,9 +164,13 @@ class BackboneSettings(TrainSettings):
     drop_path: float = 0.1
     neighbours: str = "all"
     shift_until: float = 0.75
+    eval_fraction: float | None = None
+    auto: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
+            raise ValueError(f"eval_fraction is {self.eval_fraction}; it must be above 0 and below 1")
         check_choice("neighbours", self.neighbours, NEIGHBOURS)
         for name in ("drop_path", "shift_until"):
             check_fraction(name, getattr(self, name))
@@ -170,12 +185,32 @@ BASE = "base"
 """The key that names the recipe of which a file states the differences."""
 
 
-def resolve(recipe_type: type[R], recipe: str | BackboneSettings, **changes: Any) -> R:
-    """The settings of a recipe, given by name, as a .yaml file or as settings, with some of them changed."""
+Derive = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""From the values that are given to some of those that are not."""
+
+
+def resolve(recipe_type: type[R], recipe: str | BackboneSettings, derive: Derive | None = None, **changes: Any) -> R:
+    """The settings of a recipe, given by name, as a .yaml file or as settings, with some of them changed.
+
+    A recipe with ``auto`` leaves settings open, which ``derive`` then fills in.
+    """
     if isinstance(recipe, recipe_type):
-        return replace(recipe, **changes)
+        return replace(recipe, **override({}, changes))
     name = str(recipe)
-    return build(recipe_type, {**load_recipe(recipe_type, name), **changes}, f"recipe {name}")
+    values = override(load_recipe(recipe_type, name), changes)
+    if derive is not None and values.get("auto"):
+        values = override(derive(values), values)
+    return build(recipe_type, values, f"recipe {name}")
+
+
+IN_STEPS = {"epochs": "steps", "warmup": "warmup_steps"}
+"""Lengths in epochs, and the settings that state them in steps and take precedence."""
+
+
+def override(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with ``changes``; a length that is changed in epochs is no longer stated in steps."""
+    no_longer = {steps: None for epochs, steps in IN_STEPS.items() if epochs in changes}
+    return {**values, **no_longer, **changes}
 
 
 def recipe_names(recipe_type: type[BackboneSettings]) -> list[str]:
@@ -198,7 +233,7 @@ def load_recipe(recipe_type: type[BackboneSettings], name_or_path: str) -> dict[
             raise ValueError(f"recipe {' → '.join(chain)} has itself for its base; a chain of bases must end")
         delta = _delta(recipe_type, following)
         base = delta.pop(BASE, None)
-        values = {**delta, **values}
+        values = override(delta, values)
         following = None if base is None else _beside(following, base)
     return values
 

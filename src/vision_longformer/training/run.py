@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
 from .callbacks import Callback, CallbackList, Pictures, TensorBoard
+from .checkpointer import Counters, latest_checkpoint, load_counters
 from .distributed import broadcast_from_main, make_accelerator
 from .loop import BackboneSchedule, TrainingLoop, total_steps
 from .recipe import BackboneSettings, resolve, to_yaml
@@ -18,10 +20,11 @@ from .task import TrainingTask
 
 
 class TrainedRun(NamedTuple):
-    """A finished run: its directory and the last evaluation."""
+    """A finished run: its directory, and the evaluations of its best and of its last model."""
 
     run: Path
-    results: dict[str, float]
+    best: dict[str, float]
+    last: dict[str, float]
 
     @property
     def checkpoint(self) -> Path:
@@ -44,23 +47,50 @@ def train(
 
     ``recipe`` is a name, a .yaml file or the settings themselves, of which ``changes`` replace some.
     """
-    settings = resolve(task_type.recipe_type, recipe, **changes)
+    settings = resolve(task_type.recipe_type, recipe, task_type.derive, **changes)
     accelerator = make_accelerator(settings)
-    task = task_type(settings, accelerator)
+    task = task_type(settings, accelerator, None)
     name = settings.run_prefix + (Path(recipe).stem if isinstance(recipe, str) else settings.task)
     path = Path(broadcast_from_main(accelerator, str(output or next_free(Path("runs"), name))))
-    run = RunDirectory.create(path, to_yaml(settings)) if accelerator.is_main_process else RunDirectory(path)
+    if accelerator.is_main_process:
+        run = RunDirectory.create(path, to_yaml(settings), task.files())
+    else:
+        run = RunDirectory(path)
     return _fit(task, settings, run, accelerator, callback)
 
 
-def resume(task_type: type[TrainingTask], run: str | Path, *, callback: Callback | None = None) -> TrainedRun:
-    """Resume an interrupted run from its last checkpoint; it ends as if it had not been interrupted."""
+def resume(
+    task_type: type[TrainingTask], run: str | Path, *, epochs: int | None = None, callback: Callback | None = None
+) -> TrainedRun:
+    """Resume an interrupted run from its last checkpoint; it ends as if it had not been interrupted.
+
+    With ``epochs``, a finished run goes on to that many epochs in all. Its learning rate warms up and decays anew.
+    """
     directory = RunDirectory.reopen(Path(run))
     settings = resolve(task_type.recipe_type, str(directory.path / RECIPE))
     accelerator = make_accelerator(settings)
     if accelerator.is_main_process:
         directory.lock()
-    return _fit(task_type(settings, accelerator), settings, directory, accelerator, callback)
+    task = task_type(settings, accelerator, directory.path)
+    if epochs is not None:
+        settings = _next_phase(settings, directory, epochs, task.batches_per_epoch)
+        accelerator.wait_for_everyone()  # until all have read where the last phase ended
+        if accelerator.is_main_process:
+            directory.write_recipe(to_yaml(settings))
+    return _fit(task, settings, directory, accelerator, callback)
+
+
+def _next_phase(settings: BackboneSettings, run: RunDirectory, epochs: int, batches_per_epoch: int) -> BackboneSettings:
+    """The settings of a finished run with more epochs."""
+    path = latest_checkpoint(run.checkpoints)
+    done = Counters() if path is None else load_counters(path)
+    if not done.at_end(settings, total_steps(settings, batches_per_epoch)) or done.evaluated < done.step:
+        raise ValueError(f"{run.path} is not finished (step {done.step}); resume it first, then give it more epochs")
+    longer = resolve(type(settings), settings, epochs=epochs, phase_start=done.step)
+    if total_steps(longer, batches_per_epoch) <= done.step:
+        already = done.step * settings.accumulate / batches_per_epoch
+        raise ValueError(f"{run.path} has {already:g} epochs already; --epochs counts those, so give more than that")
+    return longer
 
 
 def _fit(
@@ -73,18 +103,28 @@ def _fit(
     """Set up gradient checkpointing, compilation, what changes in the backbone, and callbacks; then run the loop."""
     if settings.grad_checkpointing and not _enable_grad_checkpointing(task.model):
         raise ValueError("grad_checkpointing is on, but nothing in this model supports it; turn it off")
-    shift_until = round(settings.shift_until * total_steps(settings, task.batches_per_epoch))
+    start, total = settings.phase_start, total_steps(settings, task.batches_per_epoch)
+    shift_until = start + round(settings.shift_until * (total - start))
     schedule = BackboneSchedule(task.model, settings.seed, shift_until, task.redraws_features)
     if settings.compile:
         task.model.compile()
     callbacks: list[Callback] = []
     if accelerator.is_main_process:
+        if callback is not None:
+            callback.on_summary({**task.summary(), **_machine(accelerator), "run directory": str(run.path)})
         callbacks = [callback or Callback(), Pictures(run, task.curves, task.draw)]
         if TensorBoard.installed():
             callbacks.append(TensorBoard(run.path / "tensorboard"))
-    results = TrainingLoop(task, settings, run, accelerator, schedule, CallbackList(*callbacks)).train()
+    best, last = TrainingLoop(task, settings, run, accelerator, schedule, CallbackList(*callbacks)).train()
     accelerator.wait_for_everyone()
-    return TrainedRun(run.path, results)
+    return TrainedRun(run.path, best, last)
+
+
+def _machine(accelerator: Accelerator) -> dict[str, str]:
+    """Where a run takes place."""
+    cuda = accelerator.device.type == "cuda"
+    device = torch.cuda.get_device_name(accelerator.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
+    return {"device": device if accelerator.num_processes == 1 else f"{accelerator.num_processes} × {device}"}
 
 
 def _enable_grad_checkpointing(module: nn.Module) -> bool:

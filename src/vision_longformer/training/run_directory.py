@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -25,8 +26,8 @@ class RunDirectory:
         self._lock: IO[str] | None = None
 
     @classmethod
-    def create(cls, path: Path, recipe: str) -> RunDirectory:
-        """A new one, locked; a directory that holds anything is refused."""
+    def create(cls, path: Path, recipe: str, others: Mapping[str, str] | None = None) -> RunDirectory:
+        """A new one, locked, with a recipe and other texts by file name; a directory that holds anything is refused."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise FileExistsError(f"{path} exists; give another --output, or resume that run by --resume {path}")
         run = cls(path)
@@ -34,8 +35,10 @@ class RunDirectory:
         run.lock()
         with atomic_write(path / ENVIRONMENT) as temporary:
             temporary.write_text(json.dumps(environment(), indent=2) + "\n")
-        with atomic_write(path / RECIPE) as temporary:
-            temporary.write_text(recipe)
+        for name, text in (others or {}).items():
+            with atomic_write(path / name) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+        run.write_recipe(recipe)
         return run
 
     @classmethod
@@ -44,6 +47,11 @@ class RunDirectory:
         if not (path / RECIPE).is_file():
             raise FileNotFoundError(f"{path} is not a run: it has no {RECIPE}")
         return cls(path)
+
+    def write_recipe(self, recipe: str) -> None:
+        """The recipe, in place of an earlier one: a finished run may be given more epochs."""
+        with atomic_write(self.path / RECIPE, overwrite=True) as temporary:
+            temporary.write_text(recipe, encoding="utf-8")
 
     def lock(self) -> None:
         """Hold the directory until this process ends, however it ends."""
@@ -68,6 +76,11 @@ class RunDirectory:
             except ValueError:
                 break
         return records
+
+    def evaluation(self, step: int) -> dict[str, float]:
+        """The results at a step that was evaluated; null stands for NaN."""
+        (values,) = (line["evaluation"] for line in self.records() if "evaluation" in line and line["step"] == step)
+        return {name: math.nan if value is None else value for name, value in values.items()}
 
     def drop_metrics_after(self, step: int, evaluated: int) -> None:
         """Drop metrics of training after ``step`` and of evaluation after ``evaluated``: a resumed run repeats them."""

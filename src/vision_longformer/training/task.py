@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,7 +34,21 @@ class TrainingTask(ABC):
     batches_per_epoch: int
 
     @abstractmethod
-    def __init__(self, recipe: Any, accelerator: Accelerator) -> None: ...
+    def __init__(self, recipe: Any, accelerator: Accelerator, run: Path | None) -> None:
+        """``run`` is the directory of a run to resume, and None for a new one."""
+
+    @classmethod
+    def derive(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that a recipe with ``auto`` leaves open, from the data and the machine."""
+        raise ValueError(f"{cls.recipe_type.task} has no recipes with auto")
+
+    def files(self) -> dict[str, str]:
+        """Texts that a new run directory keeps beside the recipe, by file name: the split, if the task made one."""
+        return {}
+
+    def summary(self) -> dict[str, str]:
+        """What is about to be trained, and on what, for people to look at before the first step."""
+        return {}
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[Any]:

@@ -26,7 +26,7 @@ def detect_train(
     trained = run_training(DetectionTask, recipe, resume, output, parse_values(settings), "vil detect train")
     if trained is None:
         return
-    results = {name: f"{value:.1f}" for name, value in trained.results.items() if name.endswith(("_AP", "_AP50"))}
+    results = {name: f"{value:.1f}" for name, value in trained.best.items() if name.endswith(("_AP", "_AP50"))}
     print_line(f"{', '.join(f'{name} {value}' for name, value in results.items())}; {trained.checkpoint}")
     print_line(f"look at {' and '.join(map(str, trained.pictures))}")
     print_line(f"next: vil detect predict {trained.checkpoint} IMAGE --output FOLDER")

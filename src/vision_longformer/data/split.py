@@ -1,0 +1,54 @@
+"""The split of data that comes without one: some images are held out for evaluation, and the run remembers which."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .randomness import derive_seed
+
+SPLIT_FILE = "split.json"
+"""Its name in a run directory."""
+
+EVAL_FRACTION = 0.15
+"""What is held out unless a recipe says otherwise."""
+
+
+class Split(NamedTuple):
+    """Names of the images to train on and of those to evaluate on, both in the order of the data."""
+
+    train: tuple[str, ...]
+    evaluation: tuple[str, ...]
+
+    @classmethod
+    def read(cls, run: Path | None) -> Split | None:
+        """The split that a run directory remembers; None if it made none."""
+        if run is None or not (run / SPLIT_FILE).is_file():
+            return None
+        parts = json.loads((run / SPLIT_FILE).read_text(encoding="utf-8"))
+        return cls(tuple(parts["train"]), tuple(parts["evaluation"]))
+
+    def to_json(self) -> str:
+        return json.dumps(self._asdict(), indent=1, ensure_ascii=False) + "\n"
+
+
+def hold_out(names: Sequence[str], groups: Sequence[Hashable], fraction: float, seed: int) -> Split:
+    """Hold out a ``fraction`` of each group, such as a class, chosen by the seed.
+
+    A group of two or more has images on both sides; a single one is trained on.
+    """
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        members[group].append(index)
+    held: set[int] = set()
+    for number, indices in enumerate(members.values()):
+        count = min(max(1, round(fraction * len(indices))), len(indices) - 1)
+        held.update(random.Random(derive_seed(seed, "split", number)).sample(indices, count))
+    if not held:
+        raise ValueError(f"{len(names)} images in {len(members)} groups are too few to hold some out for evaluation")
+    parts = [[name for index, name in enumerate(names) if (index in held) is side] for side in (False, True)]
+    return Split(tuple(parts[0]), tuple(parts[1]))
