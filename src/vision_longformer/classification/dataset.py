@@ -6,8 +6,8 @@ Arrays, folders and archives are read by index, here; shards are streamed, in :m
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from ..data.loading import UNREADABLE, Batch, BatchLoader, DataError, LabelledBa
 from ..data.order import SINGLE_PROCESS, Batching, MicroBatch, Process, epoch_order
 from ..data.randomness import derive_seed, seeded
 from ..data.shards import ShardSource
-from ..data.sources import ArraySource, Source, open_source
+from ..data.sources import ArraySource, NoSplitError, Source, open_source, subset
+from ..data.split import EVAL_FRACTION, Split, hold_out
 from ..errors import check_at_least
 from .augment import BatchAugmentation, crop_padding, image_augmentation, resize_before_crop
 from .preprocessing import Preprocessing
@@ -76,6 +77,34 @@ def open_images(
     return open_source(data, split, classes=classes, num_classes=num_classes)
 
 
+class Splits(NamedTuple):
+    """Images to train on and to evaluate on; ``split`` names them if they were held out from one set."""
+
+    train: Source | ShardSource
+    evaluation: Source | ShardSource
+    split: Split | None
+
+
+def open_splits(recipe: ClassificationRecipe, run: Path | None = None) -> Splits:
+    """The recipe's training and evaluation images, as ``run`` divided them if it is given and did.
+
+    Where the data has no evaluation split, or ``eval_fraction`` says so, some of the training images are held out.
+    """
+    train = open_images(recipe.data, recipe.train_split, num_classes=recipe.num_classes)
+    split = Split.read(run)
+    if split is None and recipe.eval_fraction is None:
+        try:
+            return Splits(train, open_images(recipe.data, recipe.eval_split, classes=train.classes), None)
+        except NoSplitError:
+            if isinstance(train, ShardSource) or not len(train.labels):
+                raise
+    if isinstance(train, ShardSource) or not len(train.labels):
+        raise ValueError(f"eval_fraction cannot hold out images of {recipe.data}, which does not list its labels")
+    if split is None:
+        split = hold_out(train.names, list(train.labels), recipe.eval_fraction or EVAL_FRACTION, recipe.seed)
+    return Splits(subset(train, split.train, recipe.data), subset(train, split.evaluation, recipe.data), split)
+
+
 def build_train_set(
     images: Source | ShardSource,
     recipe: ClassificationRecipe,
@@ -95,28 +124,33 @@ def build_train_set(
 
 
 def open_eval_set(
-    data: str,
-    split: str,
+    data: str, split: str, preprocessing: Preprocessing, *, named: bool = True, batch_size: int, workers: int
+) -> EvalSet:
+    """All images of the ``split`` of ``data``, prepared for a model.
+
+    Their classes must be those of ``preprocessing``; of a model whose classes are not ``named``, as many.
+    """
+    images = open_images(data, split, **expected_classes(preprocessing, named))
+    return build_eval_set(images, preprocessing, batch_size=batch_size, workers=workers)
+
+
+def expected_classes(preprocessing: Preprocessing, named: bool) -> dict[str, Any]:
+    """What :func:`open_images` is to check: the names of a model's classes, or their number if they have no names."""
+    return {"classes": preprocessing.classes} if named else {"num_classes": len(preprocessing.classes)}
+
+
+def build_eval_set(
+    images: Source | ShardSource,
     preprocessing: Preprocessing,
     *,
-    named: bool = True,
     batch_size: int,
     workers: int,
     skip_bad_images: bool = False,
     process: Process = SINGLE_PROCESS,
 ) -> EvalSet:
-    """A process's share of the ``split`` of ``data``, prepared for a model.
-
-    Its classes must be those of ``preprocessing``; a model whose classes are not ``named`` takes the names of the data,
-    which must have as many.
-    """
+    """A process's share of the evaluation images, prepared for a model with the same classes."""
     check_at_least("batch_size", batch_size, 1)
     check_at_least("workers", workers, 0)
-    if named:
-        images = open_images(data, split, classes=preprocessing.classes)
-    else:
-        images = open_images(data, split, num_classes=len(preprocessing.classes))
-        preprocessing = replace(preprocessing, classes=images.classes)
     if isinstance(images, ShardSource):
         return StreamingEvalSet(images, preprocessing, batch_size, workers, skip_bad_images, process)
     return IndexedEvalSet(images, preprocessing, batch_size, workers, skip_bad_images, process)

@@ -23,7 +23,7 @@ from ..training import run
 from ..training.callbacks import Callback
 from ..training.run import TrainedRun
 from ..training.task import TrainingTask
-from .dataset import build_train_set, open_eval_set, open_images
+from .dataset import build_eval_set, build_train_set, open_splits
 from .evaluate import evaluate_model
 from .metrics import Result
 from .model import initial_model
@@ -49,15 +49,15 @@ class ClassificationTask(TrainingTask):
         self.recipe, self.accelerator = recipe, accelerator
         process = Process(accelerator.process_index, accelerator.num_processes)
         micro_batch_size = Batching(recipe.batch_size, recipe.accumulate, process).micro_batch_size
-        images = open_images(recipe.data, recipe.train_split, num_classes=recipe.num_classes)
-        self.model, report = initial_model(recipe, images.classes)
+        self.splits = open_splits(recipe, run)
+        classes = self.splits.train.classes
+        self.model, report = initial_model(recipe, classes)
         if report:
             logger.info("%s", report)
-        self.preprocessing = recipe_preprocessing(recipe, self.model.config, images.classes)
-        self.train_set = build_train_set(images, recipe, self.preprocessing, process)
-        self.eval_set = open_eval_set(
-            recipe.data,
-            recipe.eval_split,
+        self.preprocessing = recipe_preprocessing(recipe, self.model.config, classes)
+        self.train_set = build_train_set(self.splits.train, recipe, self.preprocessing, process)
+        self.eval_set = build_eval_set(
+            self.splits.evaluation,
             self.preprocessing,
             batch_size=recipe.eval_batch_size or micro_batch_size,
             workers=0 if recipe.in_memory else recipe.workers,
@@ -66,7 +66,17 @@ class ClassificationTask(TrainingTask):
         )
         self.batches_per_epoch = self.train_set.batches_per_epoch
         self.result: Result | None = None
-        self._mix = _mixing(recipe, len(images.classes), micro_batch_size)
+        self._mix = _mixing(recipe, len(classes), micro_batch_size)
+
+    @classmethod
+    def derive(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return derive_settings(values)
+
+    def files(self) -> dict[str, str]:
+        return {} if self.splits.split is None else {SPLIT_FILE: self.splits.split.to_json()}
+
+    def summary(self) -> dict[str, str]:
+        return summary(self.recipe, self.splits, self.model.config, self.batches_per_epoch)
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         device = self.accelerator.device

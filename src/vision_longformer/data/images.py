@@ -10,7 +10,9 @@ from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps
-from torchvision.datasets.folder import IMG_EXTENSIONS
+
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+"""Files that folders, archives and shards are searched for; of an animation, the first frame counts."""
 
 MAX_PIXELS = 178_956_970
 """Pixels of the largest image that is decoded (half a gigabyte of colour); larger ones are refused as attacks."""
@@ -92,9 +94,9 @@ def image_files(images: Sequence[str | Path]) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, images):
         if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMG_EXTENSIONS)
+            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_EXTENSIONS)
             if not inside:
-                raise ValueError(f"the folder {path} has no images in it ({', '.join(IMG_EXTENSIONS)})")
+                raise ValueError(f"the folder {path} has no images in it ({', '.join(IMAGE_EXTENSIONS)})")
             files += inside
         elif path.is_file():
             files.append(path)

@@ -15,8 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from timm.data.readers.img_extensions import get_img_extensions
-
+from .images import IMAGE_EXTENSIONS
 from .loading import DataError
 from .sources import check_unsplit, split_names
 
@@ -90,11 +89,10 @@ def _ranges(pattern: str) -> list[str]:
 
 
 def _shard_samples(shard: str, num_classes: int) -> Iterator[Sample]:
-    images = {suffix.removeprefix(".") for suffix in get_img_extensions(as_set=True)}
     for key, files in groupby(_files(shard), key=lambda file: file[0]):
         parts = {suffix: content for _, suffix, content in files}
         name = f"{shard}/{key}"
-        image = next((content for suffix, content in parts.items() if suffix.rpartition(".")[2] in images), None)
+        image = next((content for suffix, content in parts.items() if f".{suffix}".endswith(IMAGE_EXTENSIONS)), None)
         if image is None:
             raise DataError(f"{name} has no image, only {', '.join(parts)}")
         yield Sample(name, image, _label(name, parts, num_classes))

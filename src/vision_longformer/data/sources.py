@@ -17,11 +17,9 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
-from timm.data.readers.img_extensions import get_img_extensions
-from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.utils.misc import natural_key
 
-from .images import decode_image
+from .images import IMAGE_EXTENSIONS, decode_image
 from .loading import DataError
 
 TRAINING = ("train", "training")
@@ -37,16 +35,38 @@ def split_names(split: str) -> tuple[str, ...]:
     return (split,)
 
 
+class NoSplitError(ValueError):
+    """Data without the split that was asked for."""
+
+
 def check_unsplit(data: str, split: str) -> None:
     """Refuse data without splits for anything but training: a run would be evaluated on what it has learned."""
     if split not in TRAINING:
-        raise ValueError(f"{data} has no split {split!r}; use split 'train' for all of it")
+        raise NoSplitError(f"{data} has no split {split!r}; use split 'train' for all of it")
+
+
+Labels = Sequence[int] | np.ndarray
+"""Of images, the numbers of their classes."""
 
 
 class Source(Protocol):
-    """Labelled images by index."""
+    """Labelled images by index.
+
+    - ``names``: of the images, unique and lasting, and ``labels``: the numbers of their classes; both empty if they
+      cannot be told without reading all images.
+    - ``ignored``: files beside them that are no images, by their extension.
+    """
 
     classes: tuple[str, ...]
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def labels(self) -> Labels: ...
+
+    @property
+    def ignored(self) -> Sequence[str]: ...
 
     def __len__(self) -> int: ...
 
@@ -107,6 +127,34 @@ def check_classes(data: str, classes: Sequence[str], expected: Sequence[str]) ->
     raise ValueError(f"{data} has the model's classes in another order: {', '.join(classes[:5])}, …")
 
 
+def subset(source: Source, names: Sequence[str], data: str) -> Source:
+    """The images of a source that are called ``names``; ``data`` is what errors call the source."""
+    numbers = {name: number for number, name in enumerate(source.names)}
+    for name in names:
+        if name not in numbers:
+            raise ValueError(f"{data} no longer has the image {name}, which the run's split names")
+    indices = [numbers[name] for name in names]
+    if isinstance(source, ArraySource):
+        return ArraySource(source.images[indices], source.labels[indices], source.classes, data)
+    return SubsetSource(source, indices)
+
+
+class SubsetSource:
+    """The images of a source at some indices."""
+
+    def __init__(self, source: Source, indices: Sequence[int]) -> None:
+        self._source, self._indices = source, indices
+        self.classes, self.ignored = source.classes, source.ignored
+        self.names = [source.names[index] for index in indices]
+        self.labels = [source.labels[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return self._source.read(self._indices[index])
+
+
 # Arrays: .npz files, the built-in one among them
 
 FASHION_MNIST_CLASSES = (
@@ -128,6 +176,8 @@ class ArraySource:
 
     Without names of classes these are the numbers up to the largest label.
     """
+
+    ignored = ()
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Sequence[str] | None, name: str) -> None:
         if images.ndim == 4 and images.shape[3] == 1:
@@ -153,6 +203,10 @@ class ArraySource:
             )
         self.images = images
         self.labels = labels.astype(np.int64)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [str(index) for index in range(len(self.images))]
 
     def __len__(self) -> int:
         return len(self.images)
@@ -207,25 +261,51 @@ class FolderSource:
             raise ValueError(f"{self.folder} has no class folders; images should be in {self.folder}/CLASS/")
 
     @cached_property
-    def samples(self) -> list[tuple[str, int]]:
-        """Paths and labels."""
+    def _files(self) -> tuple[list[tuple[str, int]], list[str]]:
+        """Paths of images below the folder with their labels, and paths of what is ignored."""
         numbers = {name: number for number, name in enumerate(self.classes)}
-        try:
-            samples = list(ReaderImageFolder(str(self.folder), class_map=numbers).samples)
-        except RuntimeError:  # timm's for no images at all
-            samples = []
+        images, ignored = [], []
+        for folder, _, names in os.walk(self.folder, followlinks=True):
+            inner = Path(folder).relative_to(self.folder)
+            for name in names:
+                if name.startswith("."):
+                    continue
+                path = str(inner / name)
+                if inner.parts and name.lower().endswith(IMAGE_EXTENSIONS):
+                    images.append((path, numbers.get(inner.parts[0])))
+                else:
+                    ignored.append(path)
+        samples = sorted(((path, label) for path, label in images if label is not None), key=_natural_path)
         with_images = {label for _, label in samples}
         for number, name in enumerate(self.classes):
             if number not in with_images:
-                raise ValueError(f"class {name!r} is empty: there are no images in {self.folder / name}")
-        return samples
+                raise ValueError(
+                    f"class {name!r} is empty: there are no images in {self.folder / name} "
+                    f"({', '.join(IMAGE_EXTENSIONS)})"
+                )
+        return samples, sorted(ignored, key=natural_key)
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        return [path for path, _ in self._files[0]]
+
+    @cached_property
+    def labels(self) -> Sequence[int]:
+        return [label for _, label in self._files[0]]
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        return self._files[1]
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.names)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        path, label = self.samples[index]
-        return decode_image(path), label
+        return decode_image(self.folder / self.names[index]), self.labels[index]
+
+
+def _natural_path(sample: tuple[str, int]) -> list[str | int]:
+    return natural_key(sample[0])
 
 
 def _split_folder(data: Path, split: str) -> Path:
@@ -236,7 +316,7 @@ def _split_folder(data: Path, split: str) -> Path:
             return data / name
     divided = [name for name in (*TRAINING, *EVALUATION) if (data / name).is_dir()]
     if divided:
-        raise FileNotFoundError(f"{data} has no folder {split!r}, only {', '.join(divided)}")
+        raise NoSplitError(f"{data} has no folder {split!r}, only {', '.join(divided)}")
     check_unsplit(str(data), split)
     return data
 
@@ -272,19 +352,22 @@ class ArchiveSource:
 
     def __init__(self, archive: Path, split: str) -> None:
         self.archive = archive
-        self._members = _split_members(archive, split, _image_members(archive, archive.stat().st_mtime_ns))
+        images, self.ignored = _archive_members(archive, archive.stat().st_mtime_ns)
+        self._members = _split_members(archive, split, images)
         for member in self._members:
             if not member.folders:
                 raise ValueError(f"{archive} has an image outside of class folders: {member.path}")
         self.classes = tuple(sorted({member.folders[-1] for member in self._members}, key=natural_key))
-        self._numbers = {name: number for number, name in enumerate(self.classes)}
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        self.names = [member.path for member in self._members]
+        self.labels = [numbers[member.folders[-1]] for member in self._members]
 
     def __len__(self) -> int:
         return len(self._members)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         member = self._members[index]
-        return decode_image(self._bytes(member), f"{self.archive}/{member.path}"), self._numbers[member.folders[-1]]
+        return decode_image(self._bytes(member), f"{self.archive}/{member.path}"), self.labels[index]
 
     def _bytes(self, member: Member) -> bytes:
         if self.archive.suffix == ".zip":
@@ -306,24 +389,30 @@ def _split_members(archive: Path, split: str, members: tuple[Member, ...]) -> tu
             return tuple(member for member in members if name in member.folders[:-1])
     divided = [name for name in (*TRAINING, *EVALUATION) if name in outer]
     if divided:
-        raise ValueError(f"{archive} has no folder {split!r}, only {', '.join(divided)}")
+        raise NoSplitError(f"{archive} has no folder {split!r}, only {', '.join(divided)}")
     check_unsplit(str(archive), split)
     return members
 
 
 @lru_cache(maxsize=4)
-def _image_members(archive: Path, modified: int) -> tuple[Member, ...]:
-    """Its images in natural order; ``modified`` keeps an older version of the file out of the cache."""
+def _archive_members(archive: Path, modified: int) -> tuple[tuple[Member, ...], tuple[str, ...]]:
+    """Its images in natural order, and paths of what else it holds; ``modified`` keeps an older version of the file out of the cache."""
     try:
         with archive.open("rb") as file:
             members = list(_zip_members(file) if archive.suffix == ".zip" else _tar_members(file))
     except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
         raise ValueError(f"{archive} is not a valid {archive.suffix} file ({error})") from error
-    types = get_img_extensions(as_set=True)
-    images = [member for member in members if os.path.splitext(member.path)[1].lower() in types]
+    members.sort(key=lambda member: natural_key(member.path))
+    shown = [member for member in members if not member.path.endswith("/") and not _is_hidden(member.path)]
+    images = tuple(member for member in shown if member.path.lower().endswith(IMAGE_EXTENSIONS))
     if not images:
-        raise ValueError(f"{archive} holds no images")
-    return tuple(sorted(images, key=lambda member: natural_key(member.path)))
+        raise ValueError(f"{archive} holds no images ({', '.join(IMAGE_EXTENSIONS)})")
+    return images, tuple(member.path for member in shown if not member.path.lower().endswith(IMAGE_EXTENSIONS))
+
+
+def _is_hidden(path: str) -> bool:
+    """As .DS_Store, or the __MACOSX folder that macOS adds to archives."""
+    return path.rpartition("/")[2].startswith(".") or path.startswith("__MACOSX/")
 
 
 def _zip_members(file: IO[bytes]) -> Iterator[Member]:
@@ -356,6 +445,10 @@ def _open_zip(archive: Path, process: int) -> zipfile.ZipFile:
 
 class ReaderSource:
     """A sequence of (image, label), where an image is an open file or Pillow's."""
+
+    names: Sequence[str] = ()
+    labels: Sequence[int] = ()
+    ignored: Sequence[str] = ()
 
     def __init__(self, items: Any, classes: Sequence[str] | None, name: str) -> None:
         if classes is None:

@@ -2,7 +2,7 @@
 
 - ``vision_longformer_*``: Longformer attention in every stage, so that cost stays linear at any size. At their own size
   the last two stages equal full attention, as in the paper. Relative bias, or absolute position (``_ape``).
-- ``vision_longformer_micro``: ours, not the paper's, for small images such as CIFAR's.
+- ``vision_longformer_micro`` and ``_nano``: ours, not the paper's, for small images, small data sets and CPUs.
 - ``evit_*_patch16``: the flat E-ViT of the paper.
 - ``msvit_SIZE_LAYOUT_MECHANISM``: the paper's comparison, with absolute position.
 """
@@ -104,6 +104,15 @@ def micro_config() -> ModelConfig:
     return ModelConfig(stages, img_size=(32, 32), norm_embed=False)
 
 
+def nano_config() -> ModelConfig:
+    """A small Vision Longformer of three stages, with strides 4, 8 and 16, for images of 64×64 to about 160×160."""
+    stages = tuple(
+        StageConfig(dim, depth, dim // 32, patch, cfg.Longformer(window=4), 1)
+        for dim, depth, patch in ((32, 1, 4), (64, 2, 2), (128, 3, 2))
+    )
+    return ModelConfig(stages, img_size=(64, 64))
+
+
 def _mechanism(name: str, stage: int) -> cfg.AttentionConfig:
     """The attention of stage 0..3 of a four-stage model; three-stage models take the last three."""
     if name == "vil":
@@ -142,6 +151,7 @@ def _named() -> dict[str, ModelConfig]:
             if not swin:
                 models[f"vision_longformer_{size}{suffix}_384"] = longformer_config(size, position, 384)
     models["vision_longformer_micro"] = micro_config()
+    models["vision_longformer_nano"] = nano_config()
     for size in ("tiny", "small"):
         models[f"evit_{size}_patch16"] = flat_config(size)
         for layout in LAYOUTS:
