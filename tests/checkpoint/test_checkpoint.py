@@ -38,6 +38,16 @@ def test_save_and_load(name: str, tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_run_directory_stands_for_its_best_checkpoint(tmp_path: Path) -> None:
+    run, model = tmp_path / "run", build("vil").eval()
+    best = save(model, run / "best.safetensors", info={"classes": ["cat"]})
+    save(build("vil_ape"), run / "last.safetensors")
+    assert native.resolve_checkpoint(run) == native.resolve_checkpoint(best) == best
+    assert native.resolve_checkpoint("hf-hub:owner/name") == Path("hf-hub:owner/name")
+    assert torch.equal(load(run)(image()), model(image()))
+    assert native.load_info(run) == {"classes": ["cat"]}
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_dtype_is_kept(dtype: torch.dtype, tmp_path: Path) -> None:
     model = build("vil", dtype).eval()

@@ -8,12 +8,22 @@ import pytest
 from builders import SMALL_MODELS
 
 from vision_longformer.detection.config import DetectorConfig
+from vision_longformer.detection.detectors import build_detector
 
 
 def test_defaults_are_the_papers() -> None:
     config = DetectorConfig("retinanet", "vision_longformer_tiny", 80)
     assert (config.levels, config.anchor_scale, config.min_size, config.max_size) == ((2, 3, 4), 4.0, (800,), 1333)
     assert DetectorConfig("mask_rcnn", "vision_longformer_tiny", 80).levels == (1, 2, 3, 4)
+
+
+def test_a_single_min_size() -> None:
+    """As in torchvision."""
+    config = DetectorConfig("retinanet", "vil", 3, min_size=640)
+    assert config.min_size == config.min_sizes == (640,)
+    assert build_detector(config).transform.min_size == (640,)
+    with pytest.raises(ValueError, match="min_size is 0; it must be an integer of at least 1"):
+        config.override(min_size=0)
 
 
 def test_configuration_survives_json() -> None:

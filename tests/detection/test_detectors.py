@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -86,6 +87,63 @@ def test_labels_of_retinanet_count_from_one() -> None:
         for label in (1, 3)
     ]
     assert losses[0] < losses[1]
+
+
+@pytest.mark.parametrize("detector", DETECTORS)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": torch.tensor([1, 0])}, "targets[1] has label 0; labels count from 1 to 3, 0 is the background"),
+        ({"labels": torch.tensor([4, 1])}, "targets[1] has label 4; labels count from 1 to 3, 0 is the background"),
+        ({"labels": torch.tensor([1])}, "targets[1] has labels (1,); they must be (2,)"),
+        ({"boxes": torch.rand(2, 5)}, "targets[1] has boxes (2, 5); they must be (2, 4)"),
+        (
+            {"boxes": torch.tensor([[4.0, 6.0, 36.0, 40.0], [20.0, 30.0, 50.0, 20.0]])},
+            "targets[1] has the box [20.0, 30.0, 50.0, 20.0], without area; boxes are left, top, right, bottom",
+        ),
+    ],
+)
+def test_targets_are_checked(detector: str, changes: dict[str, Tensor], message: str) -> None:
+    model, pictures = small_detector(detector), images((64, 64), (64, 80))
+    first, second = targets(pictures)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model(pictures, [first, {**second, **changes}])
+    with pytest.raises(ValueError, match=re.escape("there are 1 targets for 2 images")):
+        model(pictures, [first])
+    with pytest.raises(ValueError, match="there are no targets for 2 images; in training, give one for each, or call"):
+        model(pictures)
+
+
+def test_masks_are_checked() -> None:
+    model, pictures = small_detector("mask_rcnn"), images((64, 80))
+    (target,) = targets(pictures)
+    with pytest.raises(ValueError, match=re.escape("targets[0] has masks (2, 80, 64); they must be (2, 64, 80)")):
+        model(pictures, [{**target, "masks": target["masks"].transpose(1, 2)}])
+    del target["masks"]
+    with pytest.raises(ValueError, match=re.escape("targets[0] has no masks")):
+        model(pictures, [target])
+
+
+@pytest.mark.parametrize("detector", DETECTORS)
+@pytest.mark.parametrize("backbone", ["vil", "resnet10t"])
+def test_gradient_checkpointing_changes_memory_alone(detector: str, backbone: str) -> None:
+    pictures, gradients, saved = images((64, 64)), [], []
+
+    def count(tensor: Tensor) -> Tensor:
+        saved[-1] += tensor.numel()
+        return tensor
+
+    for enable in (False, True):
+        model = small_detector(detector, backbone=backbone)
+        model.set_grad_checkpointing(enable)
+        torch.manual_seed(0)
+        saved.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = sum(model(pictures, targets(pictures)).values())
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert saved[1] < saved[0]
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("detector", DETECTORS)

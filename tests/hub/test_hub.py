@@ -257,7 +257,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path) -> None
 
 
 def test_places_where_there_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"the folder .* has no model\.safetensors; give a .*"):
+    with pytest.raises(FileNotFoundError, match=r"the folder .* has neither best\.safetensors nor model"):
         load(tmp_path)
     with pytest.raises(FileNotFoundError, match="there is no folder nowhere; give one, or OWNER/NAME"):
         from_pretrained("nowhere")

@@ -35,6 +35,9 @@ READERS = {
 WEIGHTS = "model.safetensors"
 """The file of a folder that holds the weights."""
 
+BEST = "best.safetensors"
+"""The best checkpoint of a run directory."""
+
 HUB = "hf-hub:"
 """What a location on the hub begins with, as in ``hf-hub:owner/name`` or ``hf-hub:owner/name@revision``."""
 
@@ -164,15 +167,22 @@ def _json(path: str | Path, metadata: Mapping[str, str], key: str, what: str) ->
 # Where a file is
 
 
+def resolve_checkpoint(path: str | Path) -> Path:
+    """The best checkpoint of a run directory, where ``path`` is one; any other path as it is."""
+    path = Path(path)
+    return path / BEST if (path / BEST).is_file() else path
+
+
 def weights_file(location: str | Path) -> Path:
     """The local file of a checkpoint, downloaded if it is on the hub and newer there than in the hub's cache."""
     if str(location).startswith(HUB):
         return _from_hub(str(location).removeprefix(HUB))
-    path = Path(location)
+    path = resolve_checkpoint(location)
     if path.is_dir():
         if not (path / WEIGHTS).is_file():
             raise FileNotFoundError(
-                f"the folder {path} has no {WEIGHTS}; give a .safetensors file or a folder that 'vil hub save' wrote"
+                f"the folder {path} has neither {BEST} nor {WEIGHTS}; give a .safetensors file, a run directory that "
+                "has been evaluated at least once, or a folder that 'vil hub save' wrote"
             )
         return path / WEIGHTS
     if not path.is_file():

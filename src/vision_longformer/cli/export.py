@@ -29,7 +29,7 @@ def export(
     accept it in place of the checkpoint.
 
     Args:
-        checkpoint: a .safetensors file of a classifier or a detector.
+        checkpoint: a .safetensors file of a classifier or a detector, or a run directory, for its best one.
         output: the file to write; the checkpoint's name with another ending by default.
         format: onnx, for onnxruntime and others, or pt2, for torch.export.load.
         size: image size as HEIGHTxWIDTH or one number; as in training by default.
@@ -37,9 +37,10 @@ def export(
         backbone: output the feature maps of all stages instead of classes.
         overwrite: replace an existing file.
     """
+    from ..checkpoint import resolve_checkpoint
     from ..export.verify import check_target
 
-    path = check_target(output or Path(checkpoint).with_suffix(f".{format}"), format)
+    path = check_target(output or resolve_checkpoint(checkpoint).with_suffix(f".{format}"), format)
     options: dict[str, Any] = {"format": format, "size": None if size is None else parse_size(size)}
     with progress_bar("exporting") as progress:
         exported = _export(checkpoint, path, dynamic, backbone, overwrite=overwrite, progress=progress, **options)

@@ -104,6 +104,10 @@ class PyramidBackbone(nn.Module):
         maps = self.body(batch.padded()) if whole else self._size_by_size(batch)
         return self.fpn(OrderedDict(zip(self.level_names, maps, strict=True)))
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """As timm's models have it; those that cannot refuse it with an AssertionError."""
+        self.body.get_submodule("model").set_grad_checkpointing(enable)  # type: ignore[operator]
+
     def _size_by_size(self, batch: ImageBatch) -> list[Tensor]:
         """The body's maps, computed for the images of each size together and padded to the batch's size."""
         groups = group_by(tuple(image.shape) for image in batch.images)

@@ -36,8 +36,8 @@ class DetectorConfig:
     - ``num_classes``: without background. Labels are 1 to ``num_classes``.
     - ``levels``: stages of the backbone under the pyramid, counted from 1; None for the paper's.
     - ``channels``: of the pyramid's maps.
-    - ``min_size``: of the shorter side; training draws one per image, evaluation takes the last. ``max_size``: of the
-      longer side, which wins over ``min_size``.
+    - ``min_size``: of the shorter side, one or several; training draws one per image, evaluation takes the last.
+      ``max_size``: of the longer side, which wins over ``min_size``.
     - ``anchor_scale``: side of the smallest anchor in cells of its map; None for the paper's.
     - ``box_width``, ``mask_channels``, ``mask_layers``: of the heads of Mask R-CNN.
     - ``proposals``: regions per image that Mask R-CNN classifies; ``samples``: how many of them it learns from.
@@ -50,7 +50,7 @@ class DetectorConfig:
     backbone_options: dict[str, Any] = field(default_factory=dict)
     levels: tuple[int, ...] | None = None
     channels: int = 256
-    min_size: tuple[int, ...] = (800,)
+    min_size: tuple[int, ...] | int = (800,)
     max_size: int = 1333
     anchor_scale: float | None = None
     anchor_ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
@@ -70,13 +70,15 @@ class DetectorConfig:
             object.__setattr__(self, "levels", STAGES[self.kind])
         if self.anchor_scale is None:
             object.__setattr__(self, "anchor_scale", ANCHOR_SCALES[self.kind])
+        if isinstance(self.min_size, int):
+            object.__setattr__(self, "min_size", (self.min_size,))
         for name in ("levels", "min_size", "anchor_ratios"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; give at least one number")
         for name in COUNTS:
             check_at_least(name, getattr(self, name), 1)
-        for size in self.min_size:
+        for size in self.min_sizes:
             check_at_least("min_size", size, 1)
         for name in ("score_threshold", "nms_threshold"):
             if not 0 <= getattr(self, name) <= 1:
@@ -102,6 +104,12 @@ class DetectorConfig:
         """``levels``, which is never None once it is set."""
         assert self.levels is not None
         return self.levels
+
+    @property
+    def min_sizes(self) -> tuple[int, ...]:
+        """``min_size``, which is never a single int once it is set."""
+        assert isinstance(self.min_size, tuple)
+        return self.min_size
 
     @property
     def cells(self) -> float:

@@ -37,23 +37,67 @@ PAPER_CHANNELS = 256
 
 
 def retinanet(backbone: str, num_classes: int, **options: Any) -> RetinaNet:
-    """A RetinaNet on a named backbone; ``options`` are fields of :class:`DetectorConfig`."""
+    """A RetinaNet on a named backbone; ``options`` are fields of :class:`DetectorConfig`.
+
+    ``num_classes`` counts kinds of objects, without background, unlike torchvision's. :func:`build_detector` says what
+    it takes and gives.
+    """
     return RetinaNetDetector(DetectorConfig("retinanet", backbone, num_classes).override(**options))
 
 
 def mask_rcnn(backbone: str, num_classes: int, **options: Any) -> MaskRCNN:
-    """A Mask R-CNN on a named backbone; ``options`` are fields of :class:`DetectorConfig`."""
+    """A Mask R-CNN on a named backbone; ``options`` are fields of :class:`DetectorConfig`.
+
+    ``num_classes`` counts kinds of objects, without background, unlike torchvision's. :func:`build_detector` says what
+    it takes and gives.
+    """
     return MaskRCNNDetector(DetectorConfig("mask_rcnn", backbone, num_classes).override(**options))
 
 
 def build_detector(config: DetectorConfig) -> RetinaNet | MaskRCNN:
     """The detector that ``config`` describes.
 
-    In training it takes images (3, h, w) with values from 0 to 1 and targets (``boxes``, ``labels`` from 1, and
-    ``masks`` for Mask R-CNN), and gives a dict of losses; in evaluation a list of dicts ``boxes``, ``labels``,
-    ``scores`` and, for Mask R-CNN, ``masks``. The result of an image does not depend on the other images.
+    In training it takes a list of images (3, h, w) with values from 0 to 1 and a list of targets, and gives a dict of
+    losses. The target of an image with n objects is a dict of ``boxes`` (n, 4), left, top, right, bottom in pixels;
+    ``labels`` (n,), integers from 1 to ``num_classes``, as 0 is the background; and, for Mask R-CNN, ``masks``
+    (n, h, w), 0 or 1. In evaluation it gives a list of dicts ``boxes``, ``labels``, ``scores`` and, for Mask R-CNN,
+    ``masks`` (n, 1, h, w), probabilities. The result of an image does not depend on the other images.
     """
     return {"retinanet": RetinaNetDetector, "mask_rcnn": MaskRCNNDetector}[config.kind](config)
+
+
+def check_targets(images: Images, targets: Targets | None, num_classes: int, *, masks: bool) -> Targets:
+    """The targets of these images, if a detector of so many classes can learn from them; or say what is wrong.
+
+    torchvision takes a label that is out of range for another class, or fails deep inside.
+    """
+    if targets is None or len(targets) != len(images):
+        count = "no targets" if targets is None else f"{len(targets)} targets"
+        raise ValueError(f"there are {count} for {len(images)} images; in training, give one for each, or call eval()")
+    for index, (image, target) in enumerate(zip(images, targets, strict=True)):
+        wanted = ("boxes", "labels", "masks") if masks else ("boxes", "labels")
+        if missing := [name for name in wanted if name not in target]:
+            raise ValueError(f"targets[{index}] has no {' and no '.join(missing)}")
+        boxes, labels, objects = target["boxes"], target["labels"], len(target["boxes"])
+        shapes: dict[str, tuple[int, ...]] = {"boxes": (objects, 4), "labels": (objects,)}
+        if masks:
+            shapes["masks"] = (objects, *image.shape[-2:])
+        for name, shape in shapes.items():
+            if tuple(target[name].shape) != shape:
+                raise ValueError(f"targets[{index}] has {name} {tuple(target[name].shape)}; they must be {shape}")
+        wrong = (labels < 1) | (labels > num_classes)
+        if wrong.any():
+            raise ValueError(
+                f"targets[{index}] has label {labels[wrong][0].item()}; "
+                f"labels count from 1 to {num_classes}, 0 is the background"
+            )
+        flat = (boxes[:, 2:] <= boxes[:, :2]).any(1)
+        if flat.any():
+            raise ValueError(
+                f"targets[{index}] has the box {boxes[flat][0].tolist()}, without area; "
+                "boxes are left, top, right, bottom"
+            )
+    return targets
 
 
 class RetinaNetDetector(RetinaNet):
@@ -81,11 +125,15 @@ class RetinaNetDetector(RetinaNet):
         self.config = config
 
     def forward(self, images: Images, targets: Targets | None = None) -> Any:
-        if self.training and targets is not None:
-            shifted = [{**target, "labels": target["labels"] - 1} for target in targets]
-            return super().forward(images, shifted)
+        if self.training:
+            checked = check_targets(images, targets, self.config.num_classes, masks=False)
+            return super().forward(images, [{**target, "labels": target["labels"] - 1} for target in checked])
         outputs = _size_by_size(super().forward, images)
         return [{**output, "labels": output["labels"] + 1} for output in outputs]
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the blocks of the backbone in backward instead of keeping what is inside them."""
+        self.backbone.set_grad_checkpointing(enable)
 
 
 class MaskRCNNDetector(MaskRCNN):
@@ -121,8 +169,12 @@ class MaskRCNNDetector(MaskRCNN):
 
     def forward(self, images: Images, targets: Targets | None = None) -> Any:
         if self.training:
-            return super().forward(images, targets)
+            return super().forward(images, check_targets(images, targets, self.config.num_classes, masks=True))
         return _size_by_size(super().forward, images)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the blocks of the backbone in backward instead of keeping what is inside them."""
+        self.backbone.set_grad_checkpointing(enable)
 
 
 def _size_by_size(forward: Callable[[Images], Outputs], images: Images) -> Outputs:
@@ -140,7 +192,7 @@ def _size_by_size(forward: Callable[[Images], Outputs], images: Images) -> Outpu
 def _transform(config: DetectorConfig, backbone: PyramidBackbone) -> ImageTransform:
     """Resizing, ImageNet's mean and standard deviation, and our batching."""
     mean, std = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)
-    return ImageTransform(config.min_size, config.max_size, mean, std, size_divisible=backbone.size_divisible)
+    return ImageTransform(config.min_sizes, config.max_size, mean, std, size_divisible=backbone.size_divisible)
 
 
 def _init_narrow_head(head: nn.Module) -> None:

@@ -206,7 +206,7 @@ def export_detector(
     if not isinstance(model, RetinaNet | MaskRCNN):
         raise ValueError(f"a {type(model).__name__} was not built by build_detector, and cannot be exported as one")
     config = model.config
-    own = size_pair(size or config.min_size[-1])
+    own = size_pair(size or config.min_sizes[-1])
     reference = _plain_copy(model)
     graph = (RetinaNetGraph if config.kind == "retinanet" else MaskRCNNGraph)(reference, own).eval()
     details = {"size": own, "padding": reference.transform.image_mean, **(info or {})}

@@ -160,7 +160,7 @@ def _detector_facts(data: Mapping[str, Any], info: Mapping[str, Any]) -> ModelFa
     facts = {
         "backbone": config.backbone,
         "parameters": f"{parameters / 1e6:.2f} M",
-        "input": f"shorter side {config.min_size[-1]}, longer side at most {config.max_size}",
+        "input": f"shorter side {config.min_sizes[-1]}, longer side at most {config.max_size}",
     }
     usage = {
         "bash": "vil detect predict FOLDER IMAGE",
