@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from vision_longformer.cli.main import COMMANDS
-from vision_longformer.cli.parser import Group, run_command
+from vision_longformer.cli.parser import Group, Size, run_command
 
 CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+SIZES: list[Size | None] = []
 
 
 def _paint(
@@ -24,6 +25,7 @@ def _paint(
     gloss: float | None = 0.5,
     dry_run: bool = False,
     signed: bool | None = None,
+    size: Size | None = None,
 ) -> None:
     """Paint a picture.
 
@@ -39,9 +41,11 @@ def _paint(
         gloss: from 0 to 1.
         dry_run: paint nothing.
         signed: put a name on it.
+        size: height and width.
     """
     CALLS.append(((canvas, colours), {"frame": frame, "coats": coats, "first_coat": first_coat, "gloss": gloss}))
     CALLS.append(((dry_run, signed), {}))
+    SIZES.append(size)
 
 
 def _mix(recipe: str | None = None, /, *, dry_run: bool = False, **settings: str) -> None:
@@ -69,6 +73,20 @@ def test_values() -> None:
     run_command("art", GROUP, ["oil", "paint", "board", "red", "blue", *given, "--signed", "false"], "0")
     options = {"frame": "two_words-one", "coats": 3, "first_coat": -1, "gloss": 0.001}
     assert [(("board", ["red", "blue"]), options), ((True, False), {})] == CALLS
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("224", (224, 224)), ("1065x1600", (1065, 1600)), (" 30X40 ", (30, 40)), ("7×5", (7, 5))]
+)
+def test_sizes(text: str, size: tuple[int, int]) -> None:
+    run_command("art", GROUP, ["oil", "paint", "board", "red", "--size", text], "0")
+    assert SIZES[-1] == size
+
+
+@pytest.mark.parametrize("text", ["abc", "224x", "x224", "0", "0x224", "224x00", "-3", "2.5", "1x2x3", ""])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match=f"^argument --size: '{text}' is not a size; write 224 or 480x640$"):
+        run_command("art", GROUP, ["oil", "paint", "board", "red", f"--size={text}"], "0")
 
 
 @pytest.mark.parametrize("spelling", ["--dry-run", "--dry_run"])

@@ -1,8 +1,9 @@
 """From a tree of functions to a command line: a function's signature and docstring are its arguments and their help.
 
 Parameters without a default are positional, others are options; a positional-only one with a default is positional and
-may be left out. A boolean is a flag, a list takes several words. A function with ``**settings`` takes any further
-``--key value`` as text. Options are documented with dashes and understood with underscores, too.
+may be left out. A boolean is a flag, a list takes several words, a :data:`Size` is ``224`` or ``480x640``. A
+function with ``**settings`` takes any further ``--key value`` as text. Options are documented with dashes and
+understood with underscores, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Any, NamedTuple, NoReturn, get_args
 from ..errors import unknown_name
 
 Function = Callable[..., None]
+
+Size = tuple[int, int]
+"""(height, width) of images; on the command line ``480x640``, or ``224`` for a square."""
 
 
 class Group(NamedTuple):
@@ -124,10 +128,22 @@ def _add_argument(parser: ArgumentParser, parameter: inspect.Parameter, text: st
         )
 
 
-CONVERTERS: dict[type, tuple[Callable[[str], Any], str]] = {
+def parse_size(text: str) -> Size:
+    """``"480x640"`` or ``"224"`` as (height, width)."""
+    match = re.fullmatch(r"0*([1-9]\d*)(?:[xX×]0*([1-9]\d*))?", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not {SIZE_WORDS}")
+    height, width = match.groups()
+    return int(height), int(width or height)
+
+
+SIZE_WORDS = "a size; write 224 or 480x640"
+
+CONVERTERS: dict[Any, tuple[Callable[[str], Any], str]] = {
     int: (int, "an integer"),
     float: (float, "a number"),
     bool: ({"true": True, "false": False}.__getitem__, "true or false"),
+    Size: (parse_size, SIZE_WORDS),
 }
 """From the text of an option to its value, and what the text must be; anything else is text."""
 
