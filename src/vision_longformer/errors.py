@@ -12,10 +12,19 @@ class CheckpointError(ValueError):
 
 def unknown_name(what: str, value: object, choices: Iterable[str]) -> ValueError:
     """The error for a name that is not one of ``choices``, with the nearest ones suggested."""
-    names = sorted(choices)
-    near = get_close_matches(str(value), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"choose from {', '.join(names[:40])}"
+    names = {name.lstrip("-"): name for name in sorted(choices)}  # the dashes of options are no likeness
+    near = [names[name] for name in get_close_matches(str(value).lstrip("-"), names, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"choose from {_listed([*names.values()])}"
     return ValueError(f"unknown {what} {value!r}; {hint}")
+
+
+MOST_LISTED = 40
+"""Names that an error lists; of more, it says how many there are."""
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MOST_LISTED
+    return ", ".join(names[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:

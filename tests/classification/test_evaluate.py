@@ -216,7 +216,8 @@ def test_the_data_are_opened_once(
         ({"precision": "fp8"}, "unknown precision 'fp8'; did you mean 'fp"),
         ({"batch_size": 0}, "batch_size is 0; it must be an integer of at least 1"),
         ({"workers": -1}, "workers is -1; it must be an integer of at least 0"),
-        ({"size": 0}, "size is 0; it must be an integer of at least 1"),
+        ({"size": (64, 0)}, r"image size is \(64, 0\); give one positive number or"),
+        ({"size": 0}, "image size is 0; give one positive number or"),
     ],
 )
 def test_wrong_input_of_evaluate(checkpoint: Path, options: dict[str, int | str], message: str) -> None:
@@ -279,6 +280,10 @@ def test_evaluate_command(
     assert Image.open(picture).format == "PNG"
     with pytest.raises(FileExistsError, match=r"confusion\.png exists"):
         _vil(*common, "--confusion", picture)
+    _vil(*common, "--size", "32x48", "--json")
+    data = json.loads(capsys.readouterr().out)
+    assert data["size"] == [32, 48]
+    assert data["loss"] == evaluate(checkpoint, str(path), workers=0, size=(32, 48)).loss != result.loss
     _vil(*common, "--json")
     data = json.loads(capsys.readouterr().out)
     assert (data["samples"], data["top1"], data["loss"]) == (10, result.top1, result.loss)

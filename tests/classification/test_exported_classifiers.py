@@ -145,9 +145,10 @@ def photo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_predict_as_the_checkpoint_does(any_size: Path, checkpoint: Path, photo: Path) -> None:
-    (got,), (expected,) = (predict(file, [photo], size=45) for file in (any_size, checkpoint))
-    assert got.labels == expected.labels
-    assert got.probabilities == pytest.approx(expected.probabilities, rel=1e-5)
+    for size in (45, (24, 41)):
+        (got,), (expected,) = (predict(file, [photo], size=size) for file in (any_size, checkpoint))
+        assert got.labels == expected.labels
+        assert got.probabilities == pytest.approx(expected.probabilities, rel=1e-5)
 
 
 def test_evaluate_as_the_checkpoint_does(any_size: Path, checkpoint: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders import SMALL_MODELS, build
 from PIL import Image
+from timm.data import create_transform
 
 from vision_longformer import VisionLongformer, save
 from vision_longformer.classification.model import load_classifier
@@ -75,6 +76,21 @@ def test_another_resolution(checkpoint: Path, photo: Path) -> None:
     best = logits.softmax(0).max().item()
     assert small.probabilities[0] == pytest.approx(best, rel=1e-5)
     assert small.probabilities != own.probabilities
+
+
+def test_a_rectangle(checkpoint: Path, photo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """48 high and 96 wide, in Python and by the command; with timm's own preprocessing for such an input."""
+    transform = create_transform((3, 48, 96), interpolation="bicubic", mean=PREPARE.mean, std=PREPARE.std, crop_pct=0.9)
+    pixels = transform(decode_image(photo))[None]
+    assert pixels.shape == (1, 3, 48, 96)
+    with torch.no_grad():
+        best = build("two_stages").eval()(pixels)[0].softmax(0).max().item()
+    (prediction,) = predict(checkpoint, [photo], size=(48, 96))
+    assert prediction.probabilities[0] == pytest.approx(best, rel=1e-5)
+    argv = ["predict", str(checkpoint), str(photo), "--size", "48x96", "--json"]
+    run_command("vil", Group("", {"predict": predict_command}), argv, "0")
+    (printed,) = json.loads(capsys.readouterr().out)
+    assert printed["probabilities"] == list(prediction.probabilities)
 
 
 def test_a_folder_is_its_images(checkpoint: Path, photo: Path, tmp_path: Path) -> None:

@@ -113,6 +113,19 @@ def test_errors_of_users(
     assert (stop.value.code, capsys.readouterr().err) == (2, sentence)
 
 
+@pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), ("", False)])
+def test_a_traceback_on_request(
+    value: str, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VIL_TRACEBACK", value)
+    with pytest.raises(SystemExit) as stop:
+        main(["models", "nothing_like_it"])
+    errors = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert errors.startswith("Traceback (most recent call last):") == ("in models\n" in errors) == shown
+    assert errors.splitlines()[-1].startswith("vil: unknown model 'nothing_like_it'; ")
+
+
 def test_an_error_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> NoReturn:
         raise TypeError("a bug")

@@ -10,7 +10,6 @@ from vision_longformer.cli.output import (
     billions,
     log_lines,
     millions,
-    parse_size,
     print_csv,
     print_line,
     print_table,
@@ -62,13 +61,6 @@ def test_no_bars_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("counting") as progress:
         assert progress is None
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("224", (224, 224)), ("1065x1600", (1065, 1600)), (" 30X40 ", (30, 40)), ("7×5", (7, 5))]
-)
-def test_sizes(text: str, size: tuple[int, int]) -> None:
-    assert parse_size(text) == size
 
 
 def test_numbers() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
 
 from vision_longformer.cli.main import COMMANDS
-from vision_longformer.cli.parser import Group, run_command
+from vision_longformer.cli.parser import Group, Settings, Size, run_command, settings_from
+from vision_longformer.cli.recipes import SETTING_GROUPS, recipe_settings
 
 CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+SIZES: list[Size | None] = []
 
 
 def _paint(
@@ -24,6 +28,7 @@ def _paint(
     gloss: float | None = 0.5,
     dry_run: bool = False,
     signed: bool | None = None,
+    size: Size | None = None,
 ) -> None:
     """Paint a picture.
 
@@ -39,11 +44,47 @@ def _paint(
         gloss: from 0 to 1.
         dry_run: paint nothing.
         signed: put a name on it.
+        size: height and width.
     """
     CALLS.append(((canvas, colours), {"frame": frame, "coats": coats, "first_coat": first_coat, "gloss": gloss}))
     CALLS.append(((dry_run, signed), {}))
+    SIZES.append(size)
 
 
+@dataclass
+class _Wet:
+    """Wet.
+
+    Args:
+        drops: how many; None for any number.
+        stir: with a spoon.
+    """
+
+    drops: int | None = None
+    stir: bool = False
+
+
+@dataclass
+class _Colour(_Wet):
+    """A colour.
+
+    Args:
+        red: how much red.
+        parts: of all colours.
+        shake: with 100% of one's force.
+        dry_run: not an option: the command has its own.
+    """
+
+    red: float = 1 / 3
+    parts: tuple[float, ...] = (1.0, 0.5)
+    shake: bool = True
+    dry_run: str = ""
+    seed: int = 0
+
+
+@settings_from(
+    lambda: Settings(_Colour, "Of paint.", {"wet settings": ("drops", "stir", "no_field"), "dry": ("parts",)})
+)
 def _mix(recipe: str | None = None, /, *, dry_run: bool = False, **settings: str) -> None:
     """Mix."""
     CALLS.append(((recipe, dry_run), settings))
@@ -71,11 +112,25 @@ def test_values() -> None:
     assert [(("board", ["red", "blue"]), options), ((True, False), {})] == CALLS
 
 
+@pytest.mark.parametrize(
+    ("text", "size"), [("224", (224, 224)), ("1065x1600", (1065, 1600)), (" 30X40 ", (30, 40)), ("7×5", (7, 5))]
+)
+def test_sizes(text: str, size: tuple[int, int]) -> None:
+    run_command("art", GROUP, ["oil", "paint", "board", "red", "--size", text], "0")
+    assert SIZES[-1] == size
+
+
+@pytest.mark.parametrize("text", ["abc", "224x", "x224", "0", "0x224", "224x00", "-3", "2.5", "1x2x3", ""])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match=f"^argument --size: '{text}' is not a size; write 224 or 480x640$"):
+        run_command("art", GROUP, ["oil", "paint", "board", "red", f"--size={text}"], "0")
+
+
 @pytest.mark.parametrize("spelling", ["--dry-run", "--dry_run"])
 def test_settings_are_text_by_the_names_of_python(spelling: str) -> None:
     """What the signature does not name; its own options are found among them."""
-    run_command("art", GROUP, ["mix", "--batch-size", "8", spelling, "green", "--out_dir=a-b=c"], "0")
-    assert CALLS == [(("green", True), {"batch_size": "8", "out_dir": "a-b=c"})]
+    run_command("art", GROUP, ["mix", "--drops", "8", spelling, "green", "--parts=a-b=c"], "0")
+    assert CALLS == [(("green", True), {"drops": "8", "parts": "a-b=c"})]
     CALLS.clear()
     run_command("art", GROUP, ["mix"], "0")
     assert CALLS == [((None, False), {})]
@@ -88,13 +143,21 @@ def test_settings_are_text_by_the_names_of_python(spelling: str) -> None:
         (["oil", "paint", "board", "red", "--coats", "many"], "argument --coats: 'many' is not an integer"),
         (["oil", "paint", "board", "red", "--first_coat", "1.5"], "argument --first-coat: '1.5' is not an integer"),
         (["oil", "paint", "board", "red", "--gloss", "high"], "argument --gloss: 'high' is not a number"),
-        (["oil", "paint", "board", "red", "--signed", "perhaps"], "argument --signed: 'perhaps' is not true or false"),
-        (["oil", "paint", "board", "red", "--dry", "x"], "unrecognized arguments: --dry x"),
-        (["mix", "--size", "--dry-run"], "--size needs a value, as in '--size VALUE'"),
+        (["oil", "paint", "board", "red", "--signed=perhaps"], "argument --signed: 'perhaps' is not true or false"),
+        (["oil", "paint", "board", "red", "--signed", "perhaps"], "unrecognized arguments: perhaps"),
+        (["oil", "paint", "--dry", "x"], "unknown option '--dry'; did you mean '--dry-run'?"),
+        (
+            ["oil", "paint", "board", "red", "--coat=3"],
+            "unknown option '--coat'; did you mean '--coats' or '--first-coat'?",
+        ),
+        (["mix", "--drop", "3"], "unknown option '--drop'; did you mean '--drops'?"),
+        (["mix", "--part_s=3"], "unknown option '--part-s'; did you mean '--parts'?"),
+        (["mix", "--stir="], "argument --stir: '' is not true or false"),
+        (["mix", "--drops", "--dry-run"], "argument --drops: expected one argument"),
         (["mix", "green", "blue"], "unrecognized arguments: blue"),
         (["oil", "pant"], "unknown command 'oil pant'; did you mean 'oil paint'?"),
         (["oli"], "unknown command 'oli'; did you mean 'oil'?"),
-        (["oil", "--quick"], "unrecognized arguments: --quick"),
+        (["oil", "--versoin"], "unknown option '--versoin'; did you mean '--version'?"),
     ],
 )
 def test_mistakes(argv: list[str], sentence: str) -> None:
@@ -110,6 +173,84 @@ def _help(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
+BOOLEANS: list[tuple[list[str], dict[str, bool]]] = [
+    ([], {}),
+    (["--dry-run"], {"dry_run": True}),
+    (["--no-dry-run"], {"dry_run": False}),
+    (["--dry-run", "true"], {"dry_run": True}),
+    (["--dry_run", "false"], {"dry_run": False}),
+    (["--dry-run=true"], {"dry_run": True}),
+    (["--dry-run=false"], {"dry_run": False}),
+    (["--dry-run", "--no-dry-run"], {"dry_run": False}),
+    (["--signed", "--dry-run", "false"], {"signed": True, "dry_run": False}),
+    (["--no-signed"], {"signed": False}),
+]
+"""Options, and what they set; what they do not is False and None."""
+
+
+@pytest.mark.parametrize(
+    ("words", "given"), BOOLEANS, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_booleans(words: list[str], given: dict[str, bool]) -> None:
+    run_command("art", GROUP, ["oil", "paint", "board", "red", *words], "0")
+    assert CALLS[1] == ((given.get("dry_run", False), given.get("signed")), {})
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        (["--stir"], {"stir": "true"}),
+        (["--no-shake", "--stir", "true"], {"shake": "false", "stir": "true"}),
+        (["--stir=false", "--shake", "false"], {"stir": "false", "shake": "false"}),
+    ],
+)
+@pytest.mark.parametrize("last", [True, False])
+def test_booleans_among_settings(words: list[str], settings: dict[str, str], last: bool) -> None:
+    """They are text, as a recipe states them; a word after them that is neither true nor false is not theirs."""
+    run_command("art", GROUP, ["mix", "green", *words] if last else ["mix", *words, "green"], "0")
+    assert [(("green", False), settings)] == CALLS
+
+
+def test_after_two_dashes_nothing_is_an_option() -> None:
+    run_command("art", GROUP, ["mix", "--", "--green"], "0")
+    assert CALLS == [(("--green", False), {})]
+
+
+def test_help_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    """By group, those of no group at the end, each with its default and the sentence of its class."""
+    text = _help(capsys, "mix", "--help")
+    assert text.startswith("usage: art mix [-h] [--dry-run | --no-dry-run] [recipe] [--SETTING VALUE ...] Mix.")
+    wet, dry = text.index("wet settings: Of paint."), text.index("dry: --parts")
+    other = text.index("other settings:")
+    assert wet < dry < other
+    assert "--drops N how many; null for any number. --stir, --no-stir with a spoon. dry:" in text
+    assert "--parts [X,...] of all colours. (default: [1, 0.5])" in text
+    assert (
+        "--red X how much red. (default: 0.3333) --shake, --no-shake with 100% of one's force. (default: true)" in text
+    )
+    assert text.endswith("--seed N (default: 0)")
+    assert "not an option" not in text
+
+
+@pytest.mark.parametrize("task", ["classification", "detection"])
+def test_every_setting_of_a_recipe_is_in_a_group_with_a_sentence(task: str) -> None:
+    recipe, _, groups = recipe_settings(task)
+    names = [name for group in groups.values() for name in group]
+    assert sorted(set(names)) == sorted(names)
+    command = COMMANDS.commands["train"] if task == "classification" else COMMANDS.commands["detect"].commands["train"]
+    taken = inspect.signature(command).parameters
+    assert {field.name for field in fields(recipe)} - taken.keys() <= set(names)
+    documented = "".join(base.__doc__ or "" for base in recipe.__mro__)
+    assert [field.name for field in fields(recipe) if f"        {field.name}: " not in documented] == []
+
+
+def test_groups_have_no_settings_that_are_no_longer_there() -> None:
+    known = {
+        field.name for task in ("classification", "detection") for field in fields(recipe_settings(task).dataclass)
+    }
+    assert {name for group in SETTING_GROUPS.values() for name in group} <= known
+
+
 def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = _help(capsys, "oil", "paint", "--help")
     assert text.startswith("usage: art oil paint [-h] [--frame FRAME] [--coats COATS] [--first-coat FIRST_COAT]")
@@ -118,7 +259,7 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--frame FRAME wood of the frame. (default: oak)" in text
     assert "--coats COATS how many; the text may go on in another line. (default: 2)" in text
     assert "--first-coat FIRST_COAT the number of the first; 1 by default. --gloss" in text
-    assert "--dry-run paint nothing. --signed {true,false} put a name on it." in text
+    assert "--dry-run, --no-dry-run paint nothing. --signed, --no-signed put a name on it." in text
 
 
 def test_help_of_groups(capsys: pytest.CaptureFixture[str]) -> None:

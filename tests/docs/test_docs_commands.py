@@ -114,7 +114,7 @@ def test_no_block_escapes(page: Path) -> None:
     "wrong", ["vil trian", "vil train --dry-rum x", "vil train imagenet1k_smal", "vil models --jsn"]
 )
 def test_wrong_commands_are_noticed(wrong: str) -> None:
-    assert re.search("trian|dry_rum|smal|jsn", _problem(wrong, _only_parsed(COMMANDS)) or "")
+    assert re.search("trian|dry-rum|smal|jsn", _problem(wrong, _only_parsed(COMMANDS)) or "")
 
 
 def test_nothing_is_shortened_that_is_not_printed() -> None:

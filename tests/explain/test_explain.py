@@ -358,6 +358,15 @@ def test_command(checkpoint: Path, photo: Path, tmp_path: Path, capsys: pytest.C
         _vil(*argv)
 
 
+def test_command_at_another_size(checkpoint: Path, photo: Path, tmp_path: Path) -> None:
+    """Maps of 8 by 16 tokens of 4 pixels; the middle of the photo is the middle of the input."""
+    seen = explain(checkpoint, photo, size=(32, 64))
+    assert (seen.size, seen.layers[0].grid) == ((32, 64), (8, 16))
+    assert seen.point == pytest.approx((32, 16), abs=0.5)
+    _vil(checkpoint, photo, "--size", "32x64", "--output", tmp_path / "seen")
+    assert _data(tmp_path / "seen" / f"{photo.stem}.html")["stages"][0]["grid"] == [8, 16]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -367,7 +376,7 @@ def test_command(checkpoint: Path, photo: Path, tmp_path: Path, capsys: pytest.C
         (["--stage", "5"], "stage is 5; this model has stages 1 to 4"),
         (["--stage", "0"], "stage is 0; this model has stages 1 to 4"),
         (["--stage", "2", "--head", "3"], "head is 3; stage 2 has heads 1 to 2"),
-        (["--size", "0"], "size is 0"),
+        (["--size", "0"], "argument --size: '0' is not a size; write 224 or 480x640"),
     ],
 )
 def test_mistakes(checkpoint: Path, photo: Path, options: list[str], sentence: str, tmp_path: Path) -> None:

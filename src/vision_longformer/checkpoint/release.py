@@ -25,7 +25,7 @@ def load_release(
     *,
     arch: str,
     attn_type: str = "longformerhand",
-    img_size: int = 224,
+    img_size: int | tuple[int, int] = 224,
     num_classes: int | None = None,
     table_resize: str = PAPER_TABLE_RESIZE,
     **options: Any,
@@ -56,7 +56,7 @@ def load_release(
 def release_config(
     arch: str,
     attn_type: str = "longformerhand",
-    img_size: int = 224,
+    img_size: int | tuple[int, int] = 224,
     *,
     num_classes: int = 1000,
     in_chans: int = 3,

@@ -25,7 +25,7 @@ def evaluate(
     data: str = "fashion-mnist",
     split: str = "validation",
     *,
-    size: int | None = None,
+    size: int | tuple[int, int] | None = None,
     batch_size: int = 64,
     workers: int = 2,
     precision: str = "fp32",
@@ -40,7 +40,7 @@ def evaluate(
         checkpoint: a .safetensors file of ours, or a .onnx or .pt2 file that was exported from one.
         data: as in recipes: a folder, .npz, .tar or .zip file, shards, or the built-in fashion-mnist.
         split: which part of it.
-        size: side of the square that the model sees of each image; as in training if None.
+        size: (height, width) that the model sees of each image, or the side of a square; as in training if None.
         batch_size: images at a time in each process.
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.

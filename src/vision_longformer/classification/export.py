@@ -18,7 +18,7 @@ from torch.export import Dim
 
 from ..checkpoint import load, load_info
 from ..data.loading import Progress
-from ..errors import CheckpointError, check_at_least
+from ..errors import CheckpointError
 from ..export.runtime import ExportedModel, is_exported, load_exported
 from ..export.verify import ExportedFile, export_verified
 from ..export.writers import file_metadata
@@ -175,12 +175,12 @@ class ExportedClassifier(NamedTuple):
     named: bool
 
 
-def open_classifier(path: str | Path, size: int | None = None) -> Classifier | ExportedClassifier:
+def open_classifier(path: str | Path, size: int | tuple[int, int] | None = None) -> Classifier | ExportedClassifier:
     """The classifier of a checkpoint or of an exported file (``.onnx``, ``.pt2``)."""
     return load_exported_classifier(path, size) if is_exported(path) else load_classifier(path, size)
 
 
-def load_exported_classifier(path: str | Path, size: int | None = None) -> ExportedClassifier:
+def load_exported_classifier(path: str | Path, size: int | tuple[int, int] | None = None) -> ExportedClassifier:
     """The classifier of an exported file; one that was exported for a fixed size takes no other ``size``."""
     model = load_exported(path)
     metadata = model.metadata
@@ -188,12 +188,12 @@ def load_exported_classifier(path: str | Path, size: int | None = None) -> Expor
         raise CheckpointError(f"{path} is an exported {metadata['kind']}; a classifier was asked for")
     preprocessing = Preprocessing.from_dict(metadata, str(path))
     if size is not None:
-        check_at_least("size", size, 1)
-        if not metadata["dynamic"] and (size, size) != preprocessing.size:
+        wanted = size_pair(size)
+        if not metadata["dynamic"] and wanted != preprocessing.size:
             height, width = preprocessing.size
             raise ValueError(f"{path} takes images of {height}×{width} only; export with --dynamic for other sizes")
-        ModelConfig.from_dict(metadata["config"]).grids((size, size))
-        preprocessing = replace(preprocessing, size=(size, size))
+        ModelConfig.from_dict(metadata["config"]).grids(wanted)
+        preprocessing = replace(preprocessing, size=wanted)
     return ExportedClassifier(model, preprocessing, metadata.get("named", True))
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..checkpoint import load, load_info
 from ..data.randomness import derive_seed, seeded
-from ..errors import CheckpointError, check_at_least, unknown_name
+from ..errors import CheckpointError, unknown_name
 from ..models import VisionLongformer
 from ..models.adapt import adapt_state
+from ..models.config import size_pair
 from .preprocessing import Preprocessing
 from .recipe import ClassificationRecipe
 
@@ -93,8 +94,8 @@ class Classifier(NamedTuple):
     named: bool
 
 
-def load_classifier(checkpoint: str | Path, size: int | None = None) -> Classifier:
-    """The float32 model of a checkpoint in evaluation mode, for square images of ``size`` (its own, if None).
+def load_classifier(checkpoint: str | Path, size: int | tuple[int, int] | None = None) -> Classifier:
+    """The float32 model of a checkpoint in evaluation mode, for images of ``size`` (its own, if None).
 
     A checkpoint without preprocessing, such as one converted from the authors' release, gets ImageNet's.
     """
@@ -110,7 +111,6 @@ def load_classifier(checkpoint: str | Path, size: int | None = None) -> Classifi
     if len(preprocessing.classes) != count:
         raise CheckpointError(f"{checkpoint} names {len(preprocessing.classes)} classes, but its model has {count}")
     if size is not None:
-        check_at_least("size", size, 1)
-        model.config.grids((size, size))
-        preprocessing = replace(preprocessing, size=(size, size))
+        preprocessing = replace(preprocessing, size=size_pair(size))
+        model.config.grids(preprocessing.size)
     return Classifier(model, preprocessing, named=stored is not None)

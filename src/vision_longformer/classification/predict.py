@@ -23,12 +23,17 @@ class Prediction:
 
 
 def predict(
-    checkpoint: str | Path, images: Sequence[str | Path], *, top: int = 5, size: int | None = None
+    checkpoint: str | Path,
+    images: Sequence[str | Path],
+    *,
+    top: int = 5,
+    size: int | tuple[int, int] | None = None,
 ) -> list[Prediction]:
     """The ``top`` classes of each image, with the preprocessing of the checkpoint or exported file.
 
-    A folder stands for the images inside. ``size`` is the side of the square that the model sees of each image, the
-    one it was trained with if None. Images run one by one, so that memory does not grow with their number.
+    A folder stands for the images inside. ``size`` is the (height, width) that the model sees of each image, or the
+    side of a square; the one it was trained with if None. Images run one by one, so that memory does not grow
+    with their number.
     """
     check_at_least("top", top, 1)
     files = image_files(images)

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .output import parse_size, print_line, print_table
+from .output import print_line, print_table
+from .parser import parse_size
 
 if TYPE_CHECKING:
     import torch

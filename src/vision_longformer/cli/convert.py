@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .output import log_lines, millions, print_line, size_text
+from .parser import Size
 
 
 def convert(
@@ -13,7 +14,7 @@ def convert(
     *,
     arch: str,
     attn_type: str = "longformerhand",
-    img_size: int = 224,
+    img_size: Size = (224, 224),
     to: str | None = None,
     overwrite: bool = False,
     num_classes: int | None = None,
@@ -35,7 +36,7 @@ def convert(
         converted: the .safetensors file to write.
         arch: the architecture string that the checkpoint was trained with, such as 'l1,h3,d96,n1,s1,g1,p4,f7,a0_…'.
         attn_type: full, longformerhand, longformerauto, linformer, srformer or performer.
-        img_size: image size that the checkpoint was trained with.
+        img_size: image size that the checkpoint was trained with; 224 by default.
         to: a model from 'vil models' to convert the weights for; position tables are resized.
         overwrite: replace an existing file.
         num_classes: number of classes; as in the file by default.

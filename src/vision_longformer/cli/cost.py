@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .output import billions, millions, parse_size, print_json, print_line, print_table, size_text
+from .output import billions, millions, print_json, print_line, print_table, size_text
+from .parser import Size
 
 if TYPE_CHECKING:
     from ..costs import ModelMacs
 
 
-def cost(model: str, *, size: str | None = None, implementation: str = "auto", json: bool = False) -> None:
+def cost(model: str, *, size: Size | None = None, implementation: str = "auto", json: bool = False) -> None:
     """Show what a model costs, stage by stage: MACs as the paper counts them and as executed.
 
     Args:
         model: a name from 'vil models'.
-        size: image size as HEIGHTxWIDTH or one number; the model's own by default.
+        size: image size as 480x640, or one number for a square; the model's own by default.
         implementation: how to compute local attention; 'vil doctor' lists the names.
         json: print JSON.
     """
@@ -23,7 +24,7 @@ def cost(model: str, *, size: str | None = None, implementation: str = "auto", j
     from ..models.zoo import model_config
 
     config = model_config(model)
-    image = config.img_size if size is None else parse_size(size)
+    image = config.img_size if size is None else size
     params = count_parameters(config)
     paper, executed = paper_macs(config, image), executed_macs(config, image, implementation)
     if json:

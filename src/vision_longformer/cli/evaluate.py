@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .output import print_json, print_line, print_table, progress_bar
+from .parser import Size
 
 if TYPE_CHECKING:
     from ..classification.metrics import Result
@@ -17,7 +18,7 @@ def evaluate(
     *,
     data: str = "fashion-mnist",
     split: str = "validation",
-    size: int | None = None,
+    size: Size | None = None,
     batch_size: int = 64,
     workers: int = 2,
     precision: str = "fp32",
@@ -34,7 +35,7 @@ def evaluate(
         checkpoint: a .safetensors file from 'vil train' or 'vil convert', or a file from 'vil export'.
         data: a folder, a .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist.
         split: name of the split.
-        size: side of the square input image; as in training by default.
+        size: height and width of the input image, as 480x640, or one number for a square; as in training by default.
         batch_size: images at a time in each process.
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.

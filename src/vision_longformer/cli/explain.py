@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from .output import print_line, progress_bar
+from .parser import Size
 from .predict import picture_paths
 
 
@@ -16,7 +17,7 @@ def explain(
     point: str | None = None,
     stage: int | None = None,
     head: int | None = None,
-    size: int | None = None,
+    size: Size | None = None,
     output: str = "explained",
 ) -> None:
     """Show what a classifier attends to in an image: a picture, and a page to explore with the mouse.
@@ -27,7 +28,7 @@ def explain(
         point: the pixel X,Y of the image whose token the picture explains; the middle by default.
         stage: show all layers of this stage, counted from 1; the last layer of every stage by default.
         head: show this head, counted from 1; all by default.
-        size: side of the square input image; as in training by default.
+        size: height and width of the input image, as 480x640, or one number for a square; as in training by default.
         output: a folder to write NAME.png and NAME.html to.
     """
     from ..explain import draw, write_page

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .output import parse_size, print_line, print_table, progress_bar, size_text
+from .output import print_line, print_table, progress_bar, size_text
+from .parser import Size
 
 if TYPE_CHECKING:
     from ..export import ExportedFile
@@ -17,7 +18,7 @@ def export(
     /,
     *,
     format: str = "onnx",
-    size: str | None = None,
+    size: Size | None = None,
     dynamic: bool = False,
     backbone: bool = False,
     overwrite: bool = False,
@@ -32,7 +33,7 @@ def export(
         checkpoint: a .safetensors file of a classifier or a detector, or a run directory, for its best one.
         output: the file to write; the checkpoint's name with another ending by default.
         format: onnx, for onnxruntime and others, or pt2, for torch.export.load.
-        size: image size as HEIGHTxWIDTH or one number; as in training by default.
+        size: image size as 480x640, or one number for a square; as in training by default.
         dynamic: accept images of any height and width instead.
         backbone: output the feature maps of all stages instead of classes.
         overwrite: replace an existing file.
@@ -41,7 +42,7 @@ def export(
     from ..export.verify import check_target
 
     path = check_target(output or resolve_checkpoint(checkpoint).with_suffix(f".{format}"), format)
-    options: dict[str, Any] = {"format": format, "size": None if size is None else parse_size(size)}
+    options: dict[str, Any] = {"format": format, "size": size}
     with progress_bar("exporting") as progress:
         exported = _export(checkpoint, path, dynamic, backbone, overwrite=overwrite, progress=progress, **options)
     _print_differences(exported)

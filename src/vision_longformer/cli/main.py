@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from typing import NoReturn
 
 from .. import __version__
@@ -26,6 +27,9 @@ from .quantise import quantise
 from .recipes import detect_recipes, recipes
 from .table import table_cost, table_detection
 from .train import train
+
+TRACEBACK = "VIL_TRACEBACK"
+"""The environment variable that, when 1, shows where a mistake was noticed."""
 
 COMMANDS = Group(
     "Multi-Scale Vision Longformer: models, training, costs and weights.",
@@ -56,6 +60,7 @@ COMMANDS = Group(
         "quantise": quantise,
         "hub": Group("Models as folders, and on the Hugging Face Hub.", {"save": hub_save, "push": hub_push}),
     },
+    f"A mistake is answered by one sentence; with {TRACEBACK}=1 in the environment, by Python's traceback before it.",
 )
 
 
@@ -76,5 +81,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _fail(message: str) -> NoReturn:
+    """The sentence on stderr, after the traceback if the environment asks for it."""
+    if os.environ.get(TRACEBACK) == "1":
+        traceback.print_exc()
     print(f"vil: {message}", file=sys.stderr)
     raise SystemExit(2)

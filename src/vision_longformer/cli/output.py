@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import json
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -106,17 +105,6 @@ def millions(count: int) -> str:
 
 def billions(count: int) -> str:
     return f"{count / 1e9:.3f}"
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    """``"1065x1600"`` or ``"224"`` as (height, width)."""
-    from ..models.config import size_pair
-
-    match = re.fullmatch(r"(\d+)(?:[xX×](\d+))?", text.strip())
-    if match is None:
-        raise ValueError(f"image size is {text!r}; write HEIGHTxWIDTH such as 1065x1600, or one number for a square")
-    height, width = match.groups()
-    return size_pair((int(height), int(width or height)))
 
 
 def size_text(size: tuple[int, int]) -> str:

@@ -1,28 +1,56 @@
 """From a tree of functions to a command line: a function's signature and docstring are its arguments and their help.
 
 Parameters without a default are positional, others are options; a positional-only one with a default is positional and
-may be left out. A boolean is a flag, a list takes several words. A function with ``**settings`` takes any further
-``--key value`` as text. Options are documented with dashes and understood with underscores, too.
+may be left out. A list takes several words, a :data:`Size` is ``224`` or ``480x640``. A boolean is ``--name`` or
+``--no-name``; ``--name true`` and ``--name=false`` are understood, too. A function with ``**settings`` says by
+:func:`settings_from` which dataclass has them, and gets those that were given as text. Options are documented with
+dashes and understood with underscores, too.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn, get_args
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from types import UnionType
+from typing import Any, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import unknown_name
 
 Function = Callable[..., None]
+F = TypeVar("F", bound=Function)
+
+Size = tuple[int, int]
+"""(height, width) of images; on the command line ``480x640``, or ``224`` for a square."""
 
 
 class Group(NamedTuple):
-    """Commands under a common word, as ``vil table cost``."""
+    """Commands under a common word, as ``vil table cost``; ``epilogue`` is printed below the list of them."""
 
     about: str
     commands: Mapping[str, Function | Group]
+    epilogue: str = ""
+
+
+class Settings(NamedTuple):
+    """A dataclass whose fields a command takes as options, a sentence about them, and the titles to list them under."""
+
+    dataclass: type
+    about: str
+    groups: Mapping[str, tuple[str, ...]]
+
+
+def settings_from(load: Callable[[], Settings]) -> Callable[[F], F]:
+    """Declare where the ``**settings`` of a command come from; ``load`` is called when its arguments are parsed."""
+
+    def declare(function: F) -> F:
+        function.load_settings = load  # type: ignore[attr-defined]
+        return function
+
+    return declare
 
 
 def run_command(program: str, group: Group, argv: list[str], version: str) -> None:
@@ -34,7 +62,7 @@ def run_command(program: str, group: Group, argv: list[str], version: str) -> No
     command: Function | Group = group
     while isinstance(command, Group):
         if not argv or argv[0].startswith("-"):
-            _group_parser(" ".join(path), command, version).parse_args(argv or ["--help"])
+            _parse(_group_parser(" ".join(path), command, version), argv or ["--help"])
             return
         name, *argv = argv
         if name not in command.commands:
@@ -42,39 +70,22 @@ def run_command(program: str, group: Group, argv: list[str], version: str) -> No
             raise unknown_name("command", " ".join([*path[1:], name]), names)
         path.append(name)
         command = command.commands[name]
-    argv, settings = _take_settings(command, [_dashed(argument) for argument in argv])
-    values = vars(_command_parser(" ".join(path), command).parse_args(argv))
-    parameters = inspect.signature(command).parameters.values()
-    positional = [values.pop(parameter.name) for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
-    command(*positional, **values, **settings)
+    _call(command, _parse(_command_parser(" ".join(path), command), argv))
 
 
-def _dashed(argument: str) -> str:
-    """``--dry_run=x_y`` as ``--dry-run=x_y``."""
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
+def _call(function: Function, values: dict[str, Any]) -> None:
+    """Call it with what was given; what was not has the default of its signature."""
+    positional, options = [], {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            positional.append(values.pop(parameter.name))
+        elif parameter.name in values:
+            options[parameter.name] = values.pop(parameter.name)
+    settings = {name: str(value).lower() if isinstance(value, bool) else value for name, value in values.items()}
+    function(*positional, **options, **settings)
 
 
-def _take_settings(function: Function, argv: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Arguments that the signature names, and the others as settings if the function takes any."""
-    parameters = inspect.signature(function).parameters.values()
-    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-        return argv, {}
-    named = {"help", *(parameter.name for parameter in parameters)}
-    rest, settings, waiting = [], {}, list(argv)
-    while waiting:
-        argument = waiting.pop(0)
-        option, equals, value = argument.partition("=")
-        key = option.removeprefix("--").replace("-", "_")
-        if not argument.startswith("--") or key in named:
-            rest.append(argument)
-            continue
-        if not equals:
-            if not waiting or waiting[0].startswith("--"):
-                raise ValueError(f"{option} needs a value, as in '{option} VALUE'")
-            value = waiting.pop(0)
-        settings[key] = value
-    return rest, settings
+# Parsing
 
 
 class _Parser(ArgumentParser):
@@ -83,10 +94,60 @@ class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
+    def booleans(self) -> set[str]:
+        """The options that are ``--name``, without their ``--no-name``."""
+        return {action.option_strings[0] for action in self._actions if isinstance(action, BooleanOptionalAction)}
 
-def _group_parser(program: str, group: Group, version: str) -> ArgumentParser:
+    def options(self) -> list[str]:
+        return [option for option in self._option_string_actions if option.startswith("--")]
+
+
+def _parse(parser: _Parser, argv: list[str]) -> dict[str, Any]:
+    """Values by name; of options only those that were given. What follows ``--`` is positional."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    words, options = [_dashed(argument) for argument in argv[:end]], parser.options()
+    for word in words:
+        name = word.partition("=")[0]
+        if word.startswith("--") and name not in options:
+            raise unknown_name("option", name, options)
+    return vars(parser.parse_args([*_flags(words, parser.booleans()), *argv[end:]]))
+
+
+def _dashed(argument: str) -> str:
+    """``--dry_run=x_y`` as ``--dry-run=x_y``."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
+
+
+def _flags(words: list[str], booleans: set[str]) -> Iterator[str]:
+    """``--name true`` and ``--name=true`` as ``--name``, with false as ``--no-name``; other words as they are."""
+    waiting = deque(words)
+    while waiting:
+        word = waiting.popleft()
+        name, equals, value = word.partition("=")
+        if name in booleans:
+            if not equals:
+                value = waiting.popleft() if waiting and waiting[0] in TRUTH else "true"
+            if value not in TRUTH:
+                raise ValueError(f"argument {name}: {value!r} is not true or false")
+            word = name if TRUTH[value] else _negative(name)
+        yield word
+
+
+TRUTH = {"true": True, "false": False}
+
+
+def _negative(option: str) -> str:
+    """``--no-name`` of ``--name``."""
+    return f"--no-{option.removeprefix('--')}"
+
+
+# Parsers
+
+
+def _group_parser(program: str, group: Group, version: str) -> _Parser:
     """A parser that knows help, version and the names of the commands."""
-    parser = _Parser(prog=program, description=group.about, allow_abbrev=False)
+    parser = _Parser(prog=program, description=group.about, epilog=group.epilogue, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}", help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     for name, command in group.commands.items():
@@ -95,12 +156,17 @@ def _group_parser(program: str, group: Group, version: str) -> ArgumentParser:
     return parser
 
 
-def _command_parser(program: str, function: Function) -> ArgumentParser:
+def _command_parser(program: str, function: Function) -> _Parser:
     parser = _Parser(prog=program, description=_description(function), allow_abbrev=False)
     help_texts = _argument_help(function)
-    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+    parameters = inspect.signature(function, eval_str=True).parameters
+    for parameter in parameters.values():
         if parameter.kind is not parameter.VAR_KEYWORD:
             _add_argument(parser, parameter, help_texts.get(parameter.name, ""))
+    if hasattr(function, "load_settings"):
+        usage, indent = parser.format_usage().removeprefix("usage: ").rstrip(), len(f"usage: {program} ")
+        parser.usage = f"{usage}\n{' ' * indent}[--SETTING VALUE ...]".replace("%", "%%")
+        _add_settings(parser, function.load_settings(), set(parameters))
     return parser
 
 
@@ -108,26 +174,101 @@ def _add_argument(parser: ArgumentParser, parameter: inspect.Parameter, text: st
     name, expected = parameter.name, parameter.annotation
     required = parameter.default is parameter.empty
     default = None if required else parameter.default
-    if default is not None and default is not False and "default" not in text:
-        text = f"{text} (default: {default})"
-    options: dict[str, Any] = {"help": text.replace("%", "%%")}
+    help_text = _help_text(text, default)
     if expected == list[str]:
-        parser.add_argument(name, nargs="+", **options)
+        parser.add_argument(name, nargs="+", help=help_text)
     elif parameter.kind is parameter.POSITIONAL_ONLY or (required and parameter.kind is not parameter.KEYWORD_ONLY):
-        parser.add_argument(name, nargs=None if required else "?", default=default, **options)
-    elif expected is bool:
-        parser.add_argument(_dashed(f"--{name}"), action="store_true", **options)
+        parser.add_argument(name, nargs=None if required else "?", default=default, help=help_text)
+    elif _is_boolean(expected):
+        _add_boolean(parser, name, help_text)
     else:
-        options["metavar"] = "{true,false}" if bool in get_args(expected) else name.upper()
         parser.add_argument(
-            _dashed(f"--{name}"), type=_converter(expected), default=default, required=required, **options
+            _dashed(f"--{name}"),
+            type=_converter(expected),
+            default=SUPPRESS,
+            required=required,
+            metavar=name.upper(),
+            help=help_text,
         )
 
 
-CONVERTERS: dict[type, tuple[Callable[[str], Any], str]] = {
+def _add_boolean(parser: Any, name: str, help_text: str) -> None:
+    """``--name`` and ``--no-name``; without either, the default of the function or dataclass."""
+    action = parser.add_argument(_dashed(f"--{name}"), action=BooleanOptionalAction, help=help_text)
+    action.default = SUPPRESS
+
+
+def _add_settings(parser: ArgumentParser, settings: Settings, taken: set[str]) -> None:
+    """The fields of a dataclass, group by group; a name that the signature has too is the signature's."""
+    types, texts = get_type_hints(settings.dataclass), _settings_help(settings.dataclass)
+    own = {field.name: field for field in fields(settings.dataclass) if field.name not in taken}
+    grouped = {name: title for title, names in settings.groups.items() for name in names}
+    for number, title in enumerate([*settings.groups, OTHER_SETTINGS]):
+        group = parser.add_argument_group(title, None if number else settings.about)
+        for name in [name for name in own if grouped.get(name, OTHER_SETTINGS) == title]:
+            default = own[name].default
+            text = re.sub(r"\bNone\b", "null", texts.get(name, ""))  # as it is written on the command line
+            help_text = _help_text(text, None if default is MISSING else default)
+            if _is_boolean(types[name]):
+                _add_boolean(group, name, help_text)
+            else:
+                group.add_argument(
+                    _dashed(f"--{name}"), default=SUPPRESS, metavar=_setting_metavar(types[name]), help=help_text
+                )
+
+
+OTHER_SETTINGS = "other settings"
+"""The title of settings that are in no group."""
+
+METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "[X,...]", dict: "{...}"}
+
+
+def _setting_metavar(expected: Any) -> str:
+    """What to write for a setting, by its type or by the one beside None."""
+    choices = [option for option in get_args(expected) if option is not type(None)]
+    single = choices[0] if get_origin(expected) in (Union, UnionType) else expected
+    return METAVARS.get(get_origin(single) or single, "VALUE")
+
+
+def _help_text(text: str, default: Any) -> str:
+    """The sentence with the default, unless it says what happens by default; argparse reads ``%`` as a field."""
+    if default is not None and default is not False and default not in ("", ()) and "default" not in text:
+        text = f"{text} (default: {_default_text(default)})"
+    return text.replace("%", "%%")
+
+
+def _default_text(default: Any) -> str:
+    """As one would write it on the command line."""
+    if isinstance(default, tuple):
+        return f"[{', '.join(map(_default_text, default))}]"
+    if isinstance(default, float):
+        return f"{default:.4g}"
+    return "true" if default is True else str(default)
+
+
+# Values
+
+
+def _is_boolean(expected: Any) -> bool:
+    """Whether a type is ``bool`` or ``bool | None``."""
+    return expected is bool or bool in get_args(expected)
+
+
+def parse_size(text: str) -> Size:
+    """``"480x640"`` or ``"224"`` as (height, width)."""
+    match = re.fullmatch(r"0*([1-9]\d*)(?:[xX×]0*([1-9]\d*))?", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not {SIZE_WORDS}")
+    height, width = match.groups()
+    return int(height), int(width or height)
+
+
+SIZE_WORDS = "a size; write 224 or 480x640"
+
+CONVERTERS: dict[Any, tuple[Callable[[str], Any], str]] = {
     int: (int, "an integer"),
     float: (float, "a number"),
-    bool: ({"true": True, "false": False}.__getitem__, "true or false"),
+    Size: (parse_size, SIZE_WORDS),
 }
 """From the text of an option to its value, and what the text must be; anything else is text."""
 
@@ -144,10 +285,13 @@ def _converter(expected: Any) -> Callable[[str], Any]:
     def value(text: str) -> Any:
         try:
             return convert(text)
-        except (KeyError, ValueError):
+        except ValueError:
             raise ArgumentTypeError(f"{text!r} is not {words}") from None
 
     return value
+
+
+# Docstrings
 
 
 def _description(function: Function) -> str:
@@ -155,8 +299,13 @@ def _description(function: Function) -> str:
     return (inspect.getdoc(function) or "").partition("Args:")[0].strip()
 
 
-def _argument_help(function: Function) -> dict[str, str]:
+def _argument_help(documented: Function | type) -> dict[str, str]:
     """The docstring's list of arguments, by name."""
-    listed = (inspect.getdoc(function) or "").partition("Args:\n")[2]
+    listed = (inspect.getdoc(documented) or "").partition("Args:\n")[2]
     entries = re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", listed, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _settings_help(dataclass: type) -> dict[str, str]:
+    """The same of a dataclass and of those it inherits from."""
+    return {name: text for base in reversed(dataclass.__mro__) for name, text in _argument_help(base).items()}

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .output import print_json, print_line, print_table
+from .parser import Size
 
 
 def predict(
@@ -14,7 +15,7 @@ def predict(
     images: list[str],
     *,
     top: int = 5,
-    size: int | None = None,
+    size: Size | None = None,
     picture: str | None = None,
     json: bool = False,
 ) -> None:
@@ -24,7 +25,7 @@ def predict(
         checkpoint: a .safetensors file from 'vil train' or 'vil convert', or a file from 'vil export'.
         images: image files of any format and size, or folders of them.
         top: number of classes to print.
-        size: side of the square input image; as in training by default.
+        size: height and width of the input image, as 480x640, or one number for a square; as in training by default.
         picture: a folder to write each image to as NAME.png, with its classes beside it.
         json: print JSON.
     """

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from .output import print_json, print_table
+from .parser import Settings
 
 if TYPE_CHECKING:
     from ..training.recipe import BackboneSettings
@@ -39,7 +40,7 @@ def _list_or_show(task: str, name: str | None, all_settings: bool, json: bool) -
     if name is None:
         _list(task, json)
     else:
-        _show(resolve(_recipe_type(task), name), all_settings, json)
+        _show(resolve(recipe_type(task), name), all_settings, json)
 
 
 def _list(task: str, json: bool) -> None:
@@ -47,8 +48,8 @@ def _list(task: str, json: bool) -> None:
 
     columns = ("recipe", "model", "data", "about", "steps" if task == "detection" else "epochs", "batch_size")
     rows = []
-    for name in recipe_names(_recipe_type(task)):
-        recipe = resolve(_recipe_type(task), name)
+    for name in recipe_names(recipe_type(task)):
+        recipe = resolve(recipe_type(task), name)
         rows.append((name, *(getattr(recipe, column) for column in columns[1:])))
     if json:
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
@@ -65,7 +66,8 @@ def _show(recipe: BackboneSettings, all_settings: bool, json: bool) -> None:
         print(to_yaml(recipe, changed_only=not all_settings), end="")
 
 
-def _recipe_type(task: str) -> type[BackboneSettings]:
+def recipe_type(task: str) -> type[BackboneSettings]:
+    """The dataclass of a task's recipes, which is free of torch."""
     if task == "detection":
         from ..detection.recipe import DetectionRecipe
 
@@ -73,3 +75,36 @@ def _recipe_type(task: str) -> type[BackboneSettings]:
     from ..classification.recipe import ClassificationRecipe
 
     return ClassificationRecipe
+
+
+SETTING_GROUPS = {
+    "run settings": (
+        *("about", "auto", "seed", "epochs", "steps", "batch_size", "accumulate", "precision", "compile"),
+        *("grad_checkpointing", "strategy", "workers", "checkpoint_minutes", "log_every"),
+        *("eval_every", "eval_batch_size", "patience"),
+    ),
+    "optimisation settings": (
+        *("optimizer", "lr", "lr_batch", "beta2", "momentum", "weight_decay", "decay", "clip_norm"),
+        *("schedule", "warmup", "warmup_steps", "warmup_factor", "min_lr", "milestones", "ema", "phase_start"),
+    ),
+    "model settings": (
+        *("model", "model_options", "image_size", "drop_path", "neighbours", "shift_until"),
+        *("init", "table_resize", "class_map", "detector", "detector_options"),
+    ),
+    "data settings": (
+        *("data", "train_split", "eval_split", "eval_fraction", "num_classes", "num_images", "balance"),
+        *("skip_bad", "skip_bad_images", "in_memory"),
+    ),
+    "augmentation settings": (
+        *("crop", "crop_pad", "crop_scale", "crop_ratio", "hflip", "color_jitter", "auto_augment", "erase"),
+        *("mixup", "cutmix", "mix_prob", "smoothing", "repeats"),
+    ),
+    "preprocessing settings": ("interpolation", "crop_pct", "mean", "std"),
+}
+"""Titles under which 'vil train --help' and 'vil detect train --help' list the settings of recipes."""
+
+
+def recipe_settings(task: str) -> Settings:
+    """The settings of a task's recipes, as options of a command."""
+    about = "A default holds where neither the recipe nor the command line says otherwise."
+    return Settings(recipe_type(task), about, SETTING_GROUPS)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .output import billions, millions, parse_size, print_csv, print_json, print_line, print_table, size_text, track
+from .output import billions, millions, print_csv, print_json, print_line, print_table, size_text, track
+from .parser import Size
 
 if TYPE_CHECKING:
     from ..costs import CostRow
@@ -52,7 +53,7 @@ def table_cost(*, json: bool = False, csv: bool = False) -> None:
         _print_agreement(rows)
 
 
-def table_detection(*, json: bool = False, measure: bool = False, size: str = "800x1333") -> None:
+def table_detection(*, json: bool = False, measure: bool = False, size: Size = (800, 1333)) -> None:
     """Print the paper's detection tables beside our values: parameters, GFLOPs and, on request, memory in training.
 
     'counted' is in the paper's convention: the GFLOPs leave out most of the local attention and the mask head, the
@@ -64,24 +65,23 @@ def table_detection(*, json: bool = False, measure: bool = False, size: str = "8
         json: print JSON.
         measure: run one training step of each mechanism, in a process of its own, and print its peak memory. At full
             size each takes minutes and several gigabytes.
-        size: image size for --measure, as HEIGHTxWIDTH.
+        size: image size for --measure; 800x1333 by default.
     """
-    image = parse_size(size)
     from ..costs.detection import TABLES, compare_detector, detection_entries
     from ..costs.paper_tables import agreement
 
     entries = list(detection_entries())
-    memory = _measure([entry for entry in entries if entry.memory], image) if measure else {}
+    memory = _measure([entry for entry in entries if entry.memory], size) if measure else {}
     rows = [compare_detector(entry) for entry in track(entries, "counting")]
     if json:
         data: dict[str, Any] = {"rows": [row.to_dict() for row in rows], "summary": agreement(rows)}
-        print_json({**data, **({"training_memory": {"size": image, "bytes": memory}} if measure else {})})
+        print_json({**data, **({"training_memory": {"size": size, "bytes": memory}} if measure else {})})
         return
     _print_tables(TABLES, DETECTION_COLUMNS, rows, _detection_cells)
     print_line(DETECTION_CONVENTION)
     _print_agreement(rows)
     if measure:
-        _print_memory([entry for entry in entries if entry.memory], memory, image)
+        _print_memory([entry for entry in entries if entry.memory], memory, size)
 
 
 def _print_tables(

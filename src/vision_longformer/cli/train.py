@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .output import print_line, print_table
+from .parser import settings_from
+from .recipes import recipe_settings
 from .training import QUICK_START, run_training
 
 if TYPE_CHECKING:
     from ..training.run import TrainedRun
 
 
+@settings_from(lambda: recipe_settings("classification"))
 def train(
     recipe: str | None = None,
     /,

@@ -57,13 +57,14 @@ def explain(
     image: str | Path,
     *,
     point: tuple[int, int] | None = None,
-    size: int | None = None,
+    size: int | tuple[int, int] | None = None,
     progress: Progress | None = None,
 ) -> Explanation:
     """Look at an image with a classifier and record what its attention did.
 
-    ``point`` is a pixel (x, y) of the image file, its middle if None. ``size`` is the side of the square that the model
-    sees, its own if None. ``progress`` is called with the number of layers done and of all layers.
+    ``point`` is a pixel (x, y) of the image file, its middle if None. ``size`` is the (height, width) that the model
+    sees, or the side of a square; its own if None. ``progress`` is called with the number of layers done and of all
+    layers.
     """
     decoded = decode_image(image)
     model, preprocessing, _ = _load(checkpoint, size)
@@ -84,7 +85,7 @@ def explain(
     )
 
 
-def _load(checkpoint: str | Path, size: int | None) -> Classifier:
+def _load(checkpoint: str | Path, size: int | tuple[int, int] | None) -> Classifier:
     try:
         return load_classifier(checkpoint, size)
     except CheckpointError as error:

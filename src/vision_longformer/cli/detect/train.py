@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from ..output import print_line
+from ..parser import settings_from
+from ..recipes import recipe_settings
 from ..training import run_training
 
 
+@settings_from(lambda: recipe_settings("detection"))
 def detect_train(
     recipe: str | None = None, /, resume: str | None = None, output: str | None = None, **settings: str
 ) -> None:
