@@ -166,6 +166,9 @@ def _json(path: str | Path, metadata: Mapping[str, str], key: str, what: str) ->
 
 # Where a file is
 
+SHIPPED = Path(__file__).parents[1] / "assets" / "weights"
+"""Weights that come with the package, to start from."""
+
 
 def resolve_checkpoint(path: str | Path) -> Path:
     """The best checkpoint of a run directory, where ``path`` is one; any other path as it is."""
@@ -178,6 +181,8 @@ def weights_file(location: str | Path) -> Path:
     if str(location).startswith(HUB):
         return _from_hub(str(location).removeprefix(HUB))
     path = resolve_checkpoint(location)
+    if not path.exists() and str(location) in shipped_weights():
+        return SHIPPED / f"{location}.safetensors"
     if path.is_dir():
         if not (path / WEIGHTS).is_file():
             raise FileNotFoundError(
@@ -186,8 +191,15 @@ def weights_file(location: str | Path) -> Path:
             )
         return path / WEIGHTS
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(
+            f"there is no file {path}; weights that are built in are {', '.join(shipped_weights())}"
+        )
     return path
+
+
+def shipped_weights() -> list[str]:
+    """Names of weights that come with the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.safetensors"))
 
 
 @cache

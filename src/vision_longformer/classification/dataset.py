@@ -19,9 +19,11 @@ from ..data.loading import UNREADABLE, Batch, BatchLoader, DataError, LabelledBa
 from ..data.order import SINGLE_PROCESS, Batching, MicroBatch, Process, epoch_order
 from ..data.randomness import derive_seed, seeded
 from ..data.shards import ShardSource
-from ..data.sources import ArraySource, NoSplitError, Source, open_source, subset
+from ..data.sources import ArraySource, NoSplitError, Source, open_source, split_names, subset
 from ..data.split import EVAL_FRACTION, Split, hold_out
 from ..errors import check_at_least
+from ..training.recipe import resolve
+from ..training.run_directory import RECIPE, find_run
 from .augment import BatchAugmentation, crop_padding, image_augmentation, resize_before_crop
 from .preprocessing import Preprocessing
 from .recipe import ClassificationRecipe
@@ -112,6 +114,8 @@ def build_train_set(
     process: Process = SINGLE_PROCESS,
 ) -> TrainSet:
     """A process's part of the training images, augmented as the recipe says."""
+    if recipe.balance != "none" and (isinstance(images, ShardSource) or not len(images.labels)):
+        raise ValueError(f"balance is {recipe.balance!r}, but {recipe.data} does not list its labels; use 'none'")
     if recipe.in_memory:
         if not isinstance(images, ArraySource):
             raise ValueError(
@@ -123,20 +127,49 @@ def build_train_set(
     return IndexedTrainSet(images, recipe, preprocessing, process)
 
 
-def open_eval_set(
-    data: str, split: str, preprocessing: Preprocessing, *, named: bool = True, batch_size: int, workers: int
-) -> EvalSet:
-    """All images of the ``split`` of ``data``, prepared for a model.
+class EvalImages(NamedTuple):
+    """Images to evaluate on: the ``split`` of ``data``, or those ``names`` of it that a run held out."""
 
-    Their classes must be those of ``preprocessing``; of a model whose classes are not ``named``, as many.
+    data: str
+    split: str
+    names: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        held_out = "" if self.names is None else f": {len(self.names)} images as the run's split.json divides it"
+        return f"{self.data}, {self.split}{held_out}"
+
+    def open(self, preprocessing: Preprocessing, named: bool) -> Source | ShardSource:
+        """Those images, whose classes must be those of ``preprocessing``, or as many if the model's have no names."""
+        expected: dict[str, Any] = (
+            {"classes": preprocessing.classes} if named else {"num_classes": len(preprocessing.classes)}
+        )
+        images = open_images(self.data, self.split, **expected)
+        if self.names is None or isinstance(images, ShardSource):
+            return images
+        return subset(images, self.names, self.data)
+
+
+def find_images(checkpoint: str | Path, data: str | None, split: str | None) -> EvalImages:
+    """What to evaluate a checkpoint on, by default what its run was evaluated on.
+
+    Of the run's own data, "train" and "validation" are the images that the run trained and was evaluated on, also where
+    the data is not divided.
     """
-    images = open_images(data, split, **expected_classes(preprocessing, named))
-    return build_eval_set(images, preprocessing, batch_size=batch_size, workers=workers)
+    run = find_run(checkpoint)
+    recipe = None if run is None else resolve(ClassificationRecipe, str(run / RECIPE))
+    if data is None and recipe is None:
+        raise ValueError(f"{checkpoint} is not in a run directory, which would name its data; say what to evaluate on")
+    if recipe is None or (data is not None and not _same(data, recipe.data)):
+        return EvalImages(str(data), split or "validation")
+    divided = Split.read(run)
+    if divided is None:
+        return EvalImages(recipe.data, split or recipe.eval_split)
+    trained_on = split in split_names(recipe.train_split)
+    return EvalImages(recipe.data, recipe.train_split, divided.train if trained_on else divided.evaluation)
 
 
-def expected_classes(preprocessing: Preprocessing, named: bool) -> dict[str, Any]:
-    """What :func:`open_images` is to check: the names of a model's classes, or their number if they have no names."""
-    return {"classes": preprocessing.classes} if named else {"num_classes": len(preprocessing.classes)}
+def _same(data: str, other: str) -> bool:
+    return data == other or (Path(data).exists() and Path(data).resolve() == Path(other).resolve())
 
 
 def build_eval_set(
@@ -211,10 +244,14 @@ class _AugmentedSamples:
 
     def _epoch_order(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:
-            recipe = self._recipe
-            order = epoch_order(len(self._source), recipe.seed, epoch, recipe.batch_size, recipe.repeats)
-            self._order = epoch, order
+            self._order = epoch, _order(self._source, self._recipe, epoch)
         return self._order[1]
+
+
+def _order(source: Source, recipe: ClassificationRecipe, epoch: int) -> Tensor:
+    """Indices of images by position in an epoch."""
+    balanced = list(source.labels) if recipe.balance == "sample" else None
+    return epoch_order(len(source), recipe.seed, epoch, recipe.batch_size, recipe.repeats, balanced)
 
 
 class IndexedEvalSet:
@@ -294,13 +331,14 @@ class InMemoryTrainSet:
         self._preprocessing = preprocessing
         self._batching = Batching(recipe.batch_size, recipe.accumulate, process)
         self.batches_per_epoch = self._batching.micro_batches(len(source))
+        self._source = source
         self._labels = torch.from_numpy(source.labels)
         self._images = _resized_images(source.images, recipe, preprocessing)
         self._augment = BatchAugmentation(preprocessing.size, recipe.batch_size, recipe.hflip, recipe.erase)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         recipe = self._recipe
-        order = epoch_order(len(self._labels), recipe.seed, epoch, recipe.batch_size, recipe.repeats)
+        order = _order(self._source, recipe, epoch)
         for index in range(start, self.batches_per_epoch):
             positions = self._batching.positions(index)
             samples = order[positions.start : positions.stop]

@@ -1,31 +1,55 @@
-"""How long a recipe would train on this machine, and in how much memory, from two small training steps."""
+"""What a run is about to do, how long it would take on this machine and in how much memory, from two trial steps."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import PurePath
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..data.images import IMAGE_EXTENSIONS
+from ..data.loading import UNREADABLE
+from ..data.shards import ShardSource
+from ..data.sources import Source
+from ..geometry import ceil_div
 from ..models import VisionLongformer
+from ..training.callbacks import duration
+from ..training.distributed import autocast
+from ..training.loop import total_steps
 from ..training.optimizer import learning_rate
-from .dataset import build_train_set, open_images
+from .augment import image_augmentation
+from .dataset import Splits, build_train_set, open_splits
 from .preprocessing import recipe_preprocessing
 from .recipe import ClassificationRecipe
 
 TRIAL_BATCH_SIZE = 4
 """Images of the trial step."""
 
+TRIAL_READS = 8
+"""Images that are read and augmented for trial."""
+
+FORWARD_PART = 1 / 3
+"""Of forward and backward, about what forward alone takes."""
+
 
 class Estimate(NamedTuple):
-    """``images`` are those a process holds at a time; ``rates`` are (epoch, learning rate) along the run."""
+    """``images`` are those a process holds at a time; ``rates`` are (epoch, learning rate) along the run.
+
+    Seconds per image are those of forward and backward, and of reading and augmenting. ``seconds`` is the whole run
+    with its evaluations.
+    """
 
     data: str
+    epochs: float
     steps: int
     images: int
     seconds_per_image: float
+    seconds_per_read: float
     seconds: float
     fixed_bytes: int
     image_bytes: float
@@ -36,45 +60,84 @@ class Estimate(NamedTuple):
         return self.fixed_bytes + self.images * self.image_bytes
 
 
-def estimate(recipe: ClassificationRecipe) -> Estimate:
-    """Run a trial step in float32 and scale it up."""
-    images, classes, assumed = _data_size(recipe)
-    model = VisionLongformer(recipe.model_config(classes)).train()
-    steps_per_epoch = max(1, images // recipe.batch_size)
-    steps = recipe.steps or recipe.epochs * steps_per_epoch
+def estimate(recipe: ClassificationRecipe, splits: Splits | None = None) -> Estimate:
+    """Run a trial step and scale it up. Data that is not there is taken to be as large as ImageNet-1K."""
+    if splits is None:
+        with suppress(FileNotFoundError):
+            splits = open_splits(recipe)
+    train, evaluated, classes, per_epoch = _data_size(recipe, splits)
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    seconds, activations = _trial(model)
+    steps_per_epoch, steps = per_epoch // recipe.accumulate, total_steps(recipe, per_epoch)
+    model = VisionLongformer(recipe.model_config(classes)).train()
+    computing, activations = _trial(model, recipe.precision)
+    reading = _trial_read(recipe, splits, model)
+    evaluations = ceil_div(ceil_div(steps, steps_per_epoch), recipe.eval_every)
+    seen, judged = steps * recipe.batch_size / processes, evaluations * evaluated / processes
+    loading = reading / (min(recipe.workers, os.cpu_count() or 1) or 1)
+    seconds = seen * _together(computing, loading, recipe) + judged * (FORWARD_PART * computing + loading)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     moments = 1 if recipe.optimizer in ("sgd", "release_qhm") else 2
     warmup = recipe.count_warmup(steps_per_epoch)
     marks = sorted({0, warmup, steps // 4, steps // 2, 3 * steps // 4, steps - 1})
+    assumed = "" if splits else " (assumed; the data were not found)"
     return Estimate(
-        data=f"{images:,} images of {classes:,} classes{' (assumed; the data were not found)' if assumed else ''}",
+        data=f"{train:,} images of {classes:,} classes{assumed}",
+        epochs=steps / steps_per_epoch,
         steps=steps,
         images=recipe.batch_size // recipe.accumulate // processes,
-        seconds_per_image=seconds,
-        seconds=steps * recipe.batch_size * seconds / processes,
+        seconds_per_image=computing,
+        seconds_per_read=reading,
+        seconds=seconds,
         fixed_bytes=weights * (2 + moments + (recipe.ema is not None)),
         image_bytes=activations,
         rates=[(mark / steps_per_epoch, learning_rate(recipe, mark, steps, warmup)) for mark in marks],
     )
 
 
-def _data_size(recipe: ClassificationRecipe) -> tuple[int, int, bool]:
-    """Images and classes to train on, and whether they are a guess: as the recipe or ImageNet-1K has them."""
-    try:
-        images = open_images(recipe.data, recipe.train_split, num_classes=recipe.num_classes)
-        config = recipe.model_config(len(images.classes))
-        train_set = build_train_set(images, recipe, recipe_preprocessing(recipe, config, images.classes))
-        return train_set.batches_per_epoch * recipe.batch_size // recipe.accumulate, len(images.classes), False
-    except FileNotFoundError:
-        return recipe.num_images or 1_281_167, recipe.num_classes or 1000, True
+def _data_size(recipe: ClassificationRecipe, splits: Splits | None) -> tuple[int, int, int, int]:
+    """Images to train on and to evaluate on, classes, and micro-batches of a process in an epoch."""
+    if splits is None:
+        images = recipe.num_images or 1_281_167
+        return images, 50_000, recipe.num_classes or 1000, images // recipe.batch_size * recipe.accumulate
+    classes = splits.train.classes
+    config = recipe.model_config(len(classes))
+    train_set = build_train_set(splits.train, recipe, recipe_preprocessing(recipe, config, classes))
+    per_epoch = train_set.batches_per_epoch
+    return count_images(splits.train, recipe.num_images), count_images(splits.evaluation), len(classes), per_epoch
 
 
-def _trial(model: VisionLongformer) -> tuple[float, float]:
+def count_images(images: Source | ShardSource, stated: int | None = None) -> int:
+    """Images of a source; of shards, the stated number or else those that are there."""
+    return stated or images.count_samples() if isinstance(images, ShardSource) else len(images)
+
+
+def _together(computing: float, loading: float, recipe: ClassificationRecipe) -> float:
+    """Seconds per image where it is loaded and learned: at once on a GPU, one at the cost of the other on a CPU."""
+    return max(computing, loading) if torch.cuda.is_available() and recipe.workers else computing + loading
+
+
+def _trial_read(recipe: ClassificationRecipe, splits: Splits | None, model: VisionLongformer) -> float:
+    """Seconds to read and augment an image; none where images are in memory, or in shards, which are not opened."""
+    if splits is None or recipe.in_memory or isinstance(splits.train, ShardSource):
+        return 0.0
+    preprocessing = recipe_preprocessing(recipe, model.config, splits.train.classes)
+    augment = image_augmentation(recipe, preprocessing)
+    start, read = time.perf_counter(), 0
+    for index in range(0, len(splits.train), max(1, len(splits.train) // TRIAL_READS)):
+        try:
+            augment(splits.train.read(index)[0])
+            read += 1
+        except UNREADABLE:  # the run will say so, or skip it
+            continue
+    return (time.perf_counter() - start) / max(1, read)
+
+
+def _trial(model: VisionLongformer, precision: str) -> tuple[float, float]:
     """Seconds of forward and backward, and bytes of activations saved in between, per image."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
     config = model.config
-    images = torch.randn(TRIAL_BATCH_SIZE, config.in_chans, *config.img_size)
+    images = torch.randn(TRIAL_BATCH_SIZE, config.in_chans, *config.img_size, device=device)
     saved: dict[int, int] = {}
 
     def save(tensor: Tensor) -> Tensor:
@@ -82,11 +145,64 @@ def _trial(model: VisionLongformer) -> tuple[float, float]:
         saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    def step() -> Tensor:
+        with autocast(device, precision):
+            return model(images).float().logsumexp(1).mean()
+
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        loss = model(images).logsumexp(1).mean()
+        loss = step()
     loss.backward()
     activations = sum(size for pointer, size in saved.items() if pointer not in parameters)
     start = time.perf_counter()
-    model(images).logsumexp(1).mean().backward()
+    step().backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     return (time.perf_counter() - start) / TRIAL_BATCH_SIZE, activations / TRIAL_BATCH_SIZE
+
+
+# What people look at before the first step
+
+LISTED_CLASSES = 12
+
+
+def run_summary(recipe: ClassificationRecipe, splits: Splits) -> dict[str, str]:
+    """The start banner's rows: images per split and class, size, model, starting weights, steps, expected time."""
+    plan = estimate(recipe, splits)
+    held_out = "" if splits.split is None else ", held out from the training images (split.json)"
+    config = recipe.model_config(len(splits.train.classes))
+    rows = {
+        "data": recipe.data,
+        "training": f"{count_images(splits.train, recipe.num_images):,} images: {_by_class(splits.train)}",
+        "evaluation": f"{count_images(splits.evaluation):,} images: {_by_class(splits.evaluation)}{held_out}",
+        "ignored": _ignored(splits.train),
+        "model": f"{recipe.model}, images of {'×'.join(map(str, config.img_size))}",
+        "starts from": recipe.init or "random weights",
+        "schedule": f"{plan.epochs:g} epochs, {plan.steps:,} steps of {recipe.batch_size} images",
+        "expected": f"about {duration(plan.seconds)}",
+    }
+    return {name: text for name, text in rows.items() if text}
+
+
+def _by_class(images: Source | ShardSource) -> str:
+    """``cat 12, dog 30``; of many classes, how many there are and the least and most images of one."""
+    if isinstance(images, ShardSource) or not len(images.labels):
+        return f"{len(images.classes)} classes"
+    counts = Counter(map(int, images.labels))
+    if len(images.classes) <= LISTED_CLASSES:
+        return ", ".join(f"{name} {counts[number]}" for number, name in enumerate(images.classes))
+    return f"{len(images.classes)} classes of {min(counts.values())} to {max(counts.values())}"
+
+
+def _ignored(images: Source | ShardSource) -> str:
+    """Files that are not used, by kind, the most frequent first."""
+    if isinstance(images, ShardSource) or not images.ignored:
+        return ""
+    kinds = Counter(map(_kind, images.ignored)).most_common()
+    return f"{len(images.ignored):,} files: {', '.join(f'{count:,} {kind}' for kind, count in kinds)}"
+
+
+def _kind(name: str) -> str:
+    """What sort of file is ignored."""
+    suffix = PurePath(name).suffix.lower()
+    return f"{suffix} outside of class folders" if suffix in IMAGE_EXTENSIONS else suffix or "without extension"

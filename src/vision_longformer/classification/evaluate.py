@@ -15,15 +15,15 @@ from ..errors import check_choice
 from ..export.runtime import is_exported
 from ..training.distributed import autocast
 from ..training.recipe import PRECISIONS
-from .dataset import EvalSet, open_eval_set
+from .dataset import EvalSet, build_eval_set, find_images
 from .export import open_classifier
 from .metrics import Meter, Result
 
 
 def evaluate(
     checkpoint: str | Path,
-    data: str = "fashion-mnist",
-    split: str = "validation",
+    data: str | None = None,
+    split: str | None = None,
     *,
     size: int | tuple[int, int] | None = None,
     batch_size: int = 64,
@@ -37,9 +37,10 @@ def evaluate(
     Under ``torchrun``, each process takes a share, every image is counted once, and all return the whole result.
 
     Args:
-        checkpoint: a .safetensors file of ours, or a .onnx or .pt2 file that was exported from one.
-        data: as in recipes: a folder, .npz, .tar or .zip file, shards, or the built-in fashion-mnist.
-        split: which part of it.
+        checkpoint: a .safetensors file of ours, a run directory, or a .onnx or .pt2 file that was exported from one.
+        data: as in recipes: a folder, .npz, .tar or .zip file, shards, hfds/…, torch/…, or the built-in fashion-mnist;
+            that of the checkpoint's run if None.
+        split: which part of it; the run's evaluation images, or "validation" of other data, if None.
         size: (height, width) that the model sees of each image, or the side of a square; as in training if None.
         batch_size: images at a time in each process.
         workers: data-loading processes.
@@ -50,13 +51,12 @@ def evaluate(
     check_choice("precision", precision, PRECISIONS)
     if is_exported(checkpoint) and precision != "fp32":
         raise ValueError(f"{checkpoint} computes in the precision that it was exported with; leave out {precision}")
+    where = find_images(checkpoint, data, split)
     model, preprocessing, named = open_classifier(checkpoint, size)
     state = PartialState(cpu=not torch.cuda.is_available())
-    eval_set = open_eval_set(
-        data,
-        split,
+    eval_set = build_eval_set(
+        where.open(preprocessing, named),
         preprocessing,
-        named=named,
         batch_size=batch_size,
         workers=workers,
         skip_bad_images=skip_bad_images,
@@ -64,7 +64,7 @@ def evaluate(
     )
     result = evaluate_model(model.to(state.device), eval_set, state.device, precision, progress)
     if not result.samples:
-        raise ValueError(f"none of the {result.skipped} images of {data} could be read")
+        raise ValueError(f"none of the {result.skipped} images of {where.data} could be read")
     return result
 
 

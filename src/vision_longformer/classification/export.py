@@ -24,7 +24,7 @@ from ..export.verify import ExportedFile, export_verified
 from ..export.writers import file_metadata
 from ..models import VisionLongformer
 from ..models.config import ModelConfig, size_pair
-from .dataset import open_eval_set
+from .dataset import build_eval_set, find_images
 from .metrics import Meter, Result
 from .model import Classifier, load_classifier
 from .preprocessing import Preprocessing
@@ -222,8 +222,8 @@ class Comparison:
 def compare_exports(
     before: str | Path,
     after: str | Path,
-    data: str,
-    split: str = "validation",
+    data: str | None = None,
+    split: str | None = None,
     *,
     batch_size: int = 64,
     workers: int = 2,
@@ -231,12 +231,14 @@ def compare_exports(
 ) -> Comparison:
     """Two exported classifiers on the same images: size, speed, accuracy, and how often they disagree.
 
-    Both run on each batch of the ``split`` of ``data``, the one and the other first in turn, so that the machine is
-    equally busy with both. The first file's preprocessing serves both.
+    Both run on each batch of the ``split`` of ``data`` (of the first file's run, if None), the one and the other first
+    in turn, so that the machine is equally busy with both. The first file's preprocessing serves both.
     """
     classifiers = [load_exported_classifier(path) for path in (before, after)]
     _, preprocessing, named = classifiers[0]
-    eval_set = open_eval_set(data, split, preprocessing, named=named, batch_size=batch_size, workers=workers)
+    where = find_images(before, data, split)
+    source = where.open(preprocessing, named)
+    eval_set = build_eval_set(source, preprocessing, batch_size=batch_size, workers=workers)
     first, second = (_Run(classifier.model, len(eval_set.classes)) for classifier in classifiers)
     changed = done = 0
     for index, (images, labels) in enumerate(eval_set.batches()):
@@ -249,7 +251,7 @@ def compare_exports(
         if progress is not None:
             progress(done, eval_set.size)
     if not done:
-        raise ValueError(f"there are no images in the {split} split of {data}")
+        raise ValueError(f"there are no images in {where}")
     return Comparison(first.measured(Path(before)), second.measured(Path(after)), changed)
 
 

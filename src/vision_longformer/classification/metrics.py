@@ -31,6 +31,11 @@ class Result(NamedTuple):
     skipped: int = 0
     classes: tuple[str, ...] = ()
 
+    @property
+    def accuracies(self) -> dict[str, float]:
+        """By name; top-5 says nothing about five classes or fewer, and is left out."""
+        return {"top1": self.top1} if len(self.seen) <= 5 else {"top1": self.top1, "top5": self.top5}
+
     def per_class(self) -> list[tuple[float, int]]:
         """Accuracy in percent and number of samples of each class."""
         counts = zip(self.right.tolist(), self.seen.tolist(), strict=True)

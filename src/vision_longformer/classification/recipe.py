@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import check_at_least, check_choice, check_fraction
-from ..models.config import ADAPT_TABLE_RESIZE, TABLE_RESIZES, ModelConfig
+from ..models.config import ADAPT_TABLE_RESIZE, TABLE_RESIZES, ModelConfig, size_pair
 from ..models.zoo import model_config
 from ..training.recipe import BackboneSettings
 
 CROPS = ("random_resized", "random", "pad", "none")
+BALANCES = ("none", "sample", "loss")
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "random")
 
 MECHANISMS = {
@@ -57,8 +58,9 @@ class ClassificationRecipe(BackboneSettings):
     """Settings of a classification run.
 
     Args:
-        image_size: side of the square images; None for the model's own.
-        init: a checkpoint (.safetensors) to start from; tables are resized, and the head is replaced if classes differ.
+        image_size: side of the square images, or 96x128 for height and width; None for the model's own.
+        init: what to start from: a checkpoint (.safetensors), a run directory, a folder or hub name of 'vil hub', or
+            cifar10_nano, which is built in; tables are resized, and the head is replaced if classes differ.
         table_resize: how its relative-position tables change size: offset or bilinear.
         class_map: a file that says which class of the checkpoint each of the data's classes is, to keep head rows.
         data: a folder, .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist.
@@ -66,6 +68,7 @@ class ClassificationRecipe(BackboneSettings):
         eval_split: name of the split to evaluate on.
         num_classes: number of classes of streamed data, which cannot be counted; None: as many as the data names.
         num_images: images per epoch of streamed data.
+        balance: none; sample, so that every class is seen equally often; loss, so that rare classes weigh more.
         skip_bad_images: skip and count unreadable images instead of stopping.
         in_memory: keep decoded images of small data sets (.npz) and augment whole batches at once.
         crop: random_resized, random (a crop of a resized image), pad (a crop of a padded image), none.
@@ -90,8 +93,9 @@ class ClassificationRecipe(BackboneSettings):
 
     task: ClassVar[str] = "classification"
     generated: ClassVar[Mapping[str, Mapping[str, Any]]] = _generated()
+    own_data: ClassVar[str] = "own_images"
 
-    image_size: int | None = None
+    image_size: int | tuple[int, int] | None = None
     init: str | None = None
     table_resize: str = ADAPT_TABLE_RESIZE
     class_map: str | None = None
@@ -100,6 +104,7 @@ class ClassificationRecipe(BackboneSettings):
     eval_split: str = "validation"
     num_classes: int | None = None
     num_images: int | None = None
+    balance: str = "none"
     skip_bad_images: bool = False
     in_memory: bool = False
     crop: str = "random_resized"
@@ -124,6 +129,7 @@ class ClassificationRecipe(BackboneSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("crop", self.crop, CROPS)
+        check_choice("balance", self.balance, BALANCES)
         check_choice("interpolation", self.interpolation, INTERPOLATIONS)
         check_choice("table_resize", self.table_resize, TABLE_RESIZES)
         check_at_least("repeats", self.repeats, 1)
@@ -132,6 +138,9 @@ class ClassificationRecipe(BackboneSettings):
                 check_at_least(name, getattr(self, name), 1)
         for name in ("crop_pad", "hflip", "erase", "mix_prob", "smoothing"):
             check_fraction(name, getattr(self, name))
+        for name in ("mixup", "cutmix", "color_jitter"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative, and is 0 for none")
         if (self.mixup or self.cutmix) and self.batch_size % 2:
             raise ValueError(f"batch_size is {self.batch_size}; Mixup and CutMix pair images, so it must be even")
         self.model_config(self.num_classes or 1000)
@@ -140,5 +149,5 @@ class ClassificationRecipe(BackboneSettings):
         """The model's configuration with this recipe's changes."""
         changes: dict[str, Any] = {"num_classes": num_classes, "drop_path_rate": self.drop_path}
         if self.image_size is not None:
-            changes["img_size"] = (self.image_size, self.image_size)
+            changes["img_size"] = size_pair(self.image_size)
         return model_config(self.model).override(**{**changes, "neighbours": self.neighbours, **self.model_options})

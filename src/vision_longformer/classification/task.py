@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,20 @@ from ..checkpoint import load, save
 from ..data.loading import Progress
 from ..data.order import Batching, Process
 from ..data.randomness import derive_seed, seeded
+from ..data.shards import ShardSource
+from ..data.sources import Source
+from ..data.split import SPLIT_FILE
 from ..models import VisionLongformer
 from ..training import run
 from ..training.callbacks import Callback
 from ..training.run import TrainedRun
 from ..training.task import TrainingTask
 from .dataset import build_eval_set, build_train_set, open_splits
+from .estimate import run_summary
 from .evaluate import evaluate_model
 from .metrics import Result
 from .model import initial_model
+from .own_images import derive_settings
 from .pictures import draw_confusion, draw_predictions
 from .preprocessing import recipe_preprocessing
 from .recipe import ClassificationRecipe
@@ -66,6 +71,7 @@ class ClassificationTask(TrainingTask):
         )
         self.batches_per_epoch = self.train_set.batches_per_epoch
         self.result: Result | None = None
+        self._weights = _class_weights(self.splits.train).to(accelerator.device) if recipe.balance == "loss" else None
         self._mix = _mixing(recipe, len(classes), micro_batch_size)
 
     @classmethod
@@ -76,12 +82,18 @@ class ClassificationTask(TrainingTask):
         return {} if self.splits.split is None else {SPLIT_FILE: self.splits.split.to_json()}
 
     def summary(self) -> dict[str, str]:
-        return summary(self.recipe, self.splits, self.model.config, self.batches_per_epoch)
+        return run_summary(self.recipe, self.splits)
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         device = self.accelerator.device
+        before = self.train_set.skipped
         for images, labels in self.train_set.batches(epoch, start):
             yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        self._report_skipped(self.train_set.skipped - before, f"in epoch {epoch + 1}")
+
+    def _report_skipped(self, count: int, where: str) -> None:
+        if count:
+            logger.warning("skipped %d unreadable images %s; 'vil check %s' lists them", count, where, self.recipe.data)
 
     def loss(
         self, model: nn.Module, batch: tuple[Tensor, Tensor], micro_batch_index: int
@@ -92,14 +104,16 @@ class ClassificationTask(TrainingTask):
                 images, target = self._mix(images, target)
         logits = model(images)
         smoothing = 0.0 if self._mix else self.recipe.smoothing
-        loss = F.cross_entropy(logits.float(), target, label_smoothing=smoothing)
+        losses = F.cross_entropy(logits.float(), target, self._weights, reduction="none", label_smoothing=smoothing)
         label = target.argmax(1) if target.dim() == 2 else target
-        return loss, {"accuracy": 100 * (logits.argmax(1) == label).float().mean()}
+        return losses.mean(), {"accuracy": 100 * (logits.argmax(1) == label).float().mean()}
 
     def evaluate(self, progress: Progress) -> dict[str, float]:
         device, precision = self.accelerator.device, self.recipe.precision
         self.result = evaluate_model(self.model, self.eval_set, device, precision, progress)
-        return {"top1": self.result.top1, "top5": self.result.top5, "loss": self.result.loss}
+        self._report_skipped(self.result.skipped, "in the evaluation")
+        results = {**self.result.accuracies, "loss": self.result.loss}
+        return {**results, "skipped": self.result.skipped} if self.recipe.skip_bad_images else results
 
     def save(self, path: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -130,6 +144,13 @@ class ClassificationTask(TrainingTask):
         return step_of_epoch % (1 + 5 * epoch) == 0
 
 
+def _class_weights(images: Source | ShardSource) -> Tensor:
+    """Of each class, (classes,), the inverse of its frequency, so that the mean over all images is 1."""
+    assert not isinstance(images, ShardSource)  # build_train_set refuses to balance shards
+    counts = torch.bincount(torch.as_tensor(images.labels), minlength=len(images.classes))
+    return len(images) / (len(images.classes) * counts.float())
+
+
 def _mixing(recipe: ClassificationRecipe, classes: int, micro_batch_size: int) -> Mixup | None:
     """Mixup and CutMix, which also smooth the labels."""
     if not (recipe.mixup or recipe.cutmix):
@@ -149,7 +170,7 @@ def _mixing(recipe: ClassificationRecipe, classes: int, micro_batch_size: int) -
 
 
 def train(
-    recipe: str | ClassificationRecipe = "quickstart",
+    recipe: str | ClassificationRecipe | None = None,
     *,
     output: str | Path | None = None,
     callback: Callback | None = None,
@@ -158,12 +179,19 @@ def train(
     """Train as a recipe says, in a new run directory (``runs/NAME-1`` or the next free number).
 
     Args:
-        recipe: name of a shipped one, a .yaml file, or the settings themselves.
+        recipe: name of a shipped one, a .yaml file, or the settings themselves; by default own_images if there is
+            ``data`` among the changes, and else quickstart.
         output: the run directory; it must not hold anything yet.
         callback: watches the run.
         changes: settings other than the recipe's, as in ``train("cifar10", epochs=5)``.
     """
-    return run.train(ClassificationTask, recipe, output=output, callback=callback, **changes)
+    return run.train(
+        ClassificationTask,
+        recipe or ClassificationRecipe.default_name(changes),
+        output=output,
+        callback=callback,
+        **changes,
+    )
 
 
 def resume(directory: str | Path, *, epochs: int | None = None, callback: Callback | None = None) -> TrainedRun:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def evaluate(
     checkpoint: str,
     *,
-    data: str = "fashion-mnist",
-    split: str = "validation",
+    data: str | None = None,
+    split: str | None = None,
     size: Size | None = None,
     batch_size: int = 64,
     workers: int = 2,
@@ -32,9 +32,10 @@ def evaluate(
     Under torchrun, the processes share the images; each image is counted once.
 
     Args:
-        checkpoint: a .safetensors file from 'vil train' or 'vil convert', or a file from 'vil export'.
-        data: a folder, a .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist.
-        split: name of the split.
+        checkpoint: a run directory, a .safetensors file from 'vil train' or 'vil convert', or a file from 'vil export'.
+        data: a folder, a .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist; what
+            the checkpoint's run was evaluated on by default.
+        split: name of the split; the evaluation images of the run, or else validation, by default.
         size: height and width of the input image, as 480x640, or one number for a square; as in training by default.
         batch_size: images at a time in each process.
         workers: data-loading processes.
@@ -46,11 +47,13 @@ def evaluate(
     """
     from accelerate import PartialState
 
+    from ..classification.dataset import find_images
     from ..classification.evaluate import evaluate as evaluate_checkpoint
     from ..classification.pictures import check_picture
 
     if confusion is not None:
         check_picture(confusion)
+    images = find_images(checkpoint, data, split)
     with progress_bar("evaluating") as progress:
         result = evaluate_checkpoint(
             checkpoint,
@@ -67,9 +70,10 @@ def evaluate(
     if not PartialState().is_main_process:
         return
     if json:
-        print_json({"checkpoint": checkpoint, "data": data, "split": split, "size": size, **_plain(result, per_class)})
+        where = {"checkpoint": checkpoint, "data": images.data, "split": images.split}
+        print_json({**where, "size": size, **_plain(result, per_class)})
     else:
-        _print_result(result, f"{checkpoint} on {data}, {split}", per_class)
+        _print_result(result, f"{checkpoint} on {images}", per_class)
     if confusion is not None:
         path = _draw(result, confusion)
         if not json:
@@ -86,9 +90,10 @@ def _draw(result: Result, path: str) -> Path:
 
 
 def _print_result(result: Result, title: str, per_class: bool) -> None:
-    values = (result.samples, f"{result.top1:.2f}", f"{result.top5:.2f}", f"{result.loss:.4f}")
+    names = [name.replace("top", "top-") + " %" for name in result.accuracies]
+    values = (result.samples, *(f"{value:.2f}" for value in result.accuracies.values()), f"{result.loss:.4f}")
     print_line(title)
-    print_table("", ("images", "top-1 %", "top-5 %", "loss"), [values], left=0)
+    print_table("", ("images", *names, "loss"), [values], left=0)
     if result.skipped:
         print_line(f"{result.skipped} images could not be read and were skipped")
     if per_class:
@@ -102,8 +107,8 @@ def _number(percent: float) -> str:
 
 def _plain(result: Result, per_class: bool) -> dict[str, Any]:
     """The result as JSON data; a class without images has no accuracy."""
-    names = ("samples", "skipped", "top1", "top5", "loss")
-    data: dict[str, Any] = {name: getattr(result, name) for name in names}
+    data: dict[str, Any] = {"samples": result.samples, "skipped": result.skipped, **result.accuracies}
+    data["loss"] = result.loss
     if per_class:
         data["classes"] = [
             {"class": name, "samples": count, "top1": None if isnan(top1) else top1}

@@ -9,14 +9,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..geometry import ceil_div
-from ..training.callbacks import Callback
+from ..training.callbacks import Callback, duration
 from .output import log_lines
 
 if TYPE_CHECKING:
     from ..training.run import TrainedRun
     from ..training.task import TrainingTask
-
-QUICK_START = "quickstart"
 
 
 def run_training(
@@ -42,7 +40,8 @@ def run_training(
             if resume is not None:
                 trained = run.resume(task_type, resume, epochs=changes.get("epochs"), callback=callback)
             else:
-                trained = run.train(task_type, recipe or QUICK_START, output=output, callback=callback, **changes)
+                name = recipe or task_type.recipe_type.default_name(changes)
+                trained = run.train(task_type, name, output=output, callback=callback, **changes)
     except Interrupted as interruption:
         if first:
             print(f"{interruption}; resume with: {command} --resume {interruption.run}", file=sys.stderr)
@@ -117,12 +116,3 @@ class TrainingProgress(Callback):
     def _left(self, step: int) -> str:
         seconds = (time.monotonic() - self._started) / max(1, step - self._first) * (self._total - step)
         return f"{duration(seconds)} left" if step < self._total else "done"
-
-
-def duration(seconds: float) -> str:
-    """As people say it: 48 s, 3 min 20 s, 5 h 12 min, 3 days 4 h."""
-    seconds = round(seconds)
-    for unit, size, part, smaller in (("days", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if seconds >= size:
-            return f"{seconds // size} {unit} {seconds % size // smaller} {part}"
-    return f"{seconds} s"

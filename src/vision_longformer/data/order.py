@@ -5,6 +5,7 @@ Only arithmetic and the seed: any micro-batch of a run can be named without goin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,16 +72,36 @@ class Batching:
         return range(start, start + self.micro_batch_size)
 
 
-def epoch_order(samples: int, seed: int, epoch: int, batch_size: int, repeats: int = 1) -> Tensor:
+def epoch_order(
+    samples: int, seed: int, epoch: int, batch_size: int, repeats: int = 1, balanced: Sequence[int] | None = None
+) -> Tensor:
     """Indices of samples by position in the epoch, (samples,).
+
+    With the labels of all samples as ``balanced``, every class has as many positions, or one more: images of rare
+    classes come several times, and of frequent ones a part in each epoch.
 
     With ``repeats``, that many positions of a global batch have the same image, and the epoch has accordingly fewer
     images. Copies are ``batch_size / repeats`` apart, so that processes, if there are enough, have one each.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
     order = torch.randperm(samples, generator=generator)
+    if balanced is not None:
+        order = _balance(order, torch.as_tensor(balanced), generator)
     if repeats == 1:
         return order
     copies = order[: ceil_div(samples, repeats)].repeat_interleave(repeats)[:samples]
     dealt = [part[copy::repeats] for part in copies.split(batch_size) for copy in range(repeats)]
     return torch.cat(dealt)
+
+
+def _balance(order: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+    """``order``, (samples,), with each class's part cut, or repeated, to an equal share of the positions."""
+    classes = labels.unique()
+    shares = torch.full((len(classes),), len(order) // len(classes))
+    shares[torch.randperm(len(classes), generator=generator)[: len(order) % len(classes)]] += 1
+    parts = []
+    for label, share in zip(classes.tolist(), shares.tolist(), strict=True):
+        own = order[labels[order] == label]
+        parts.append(own.repeat(ceil_div(share, len(own)))[:share])
+    balanced = torch.cat(parts)
+    return balanced[torch.randperm(len(balanced), generator=generator)]

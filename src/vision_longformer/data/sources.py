@@ -396,7 +396,10 @@ def _split_members(archive: Path, split: str, members: tuple[Member, ...]) -> tu
 
 @lru_cache(maxsize=4)
 def _archive_members(archive: Path, modified: int) -> tuple[tuple[Member, ...], tuple[str, ...]]:
-    """Its images in natural order, and paths of what else it holds; ``modified`` keeps an older version of the file out of the cache."""
+    """Its images in natural order, and paths of what else it holds.
+
+    ``modified`` keeps an older version of the file out of the cache.
+    """
     try:
         with archive.open("rb") as file:
             members = list(_zip_members(file) if archive.suffix == ".zip" else _tar_members(file))

@@ -166,3 +166,12 @@ def curves(records: Sequence[dict[str, Any]], results: Sequence[str]) -> Figure:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def duration(seconds: float) -> str:
+    """As people say it: 48 s, 3 min 20 s, 5 h 12 min, 3 days 4 h."""
+    seconds = round(seconds)
+    for unit, size, part, smaller in (("days", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if seconds >= size:
+            return f"{seconds // size} {unit} {seconds % size // smaller} {part}"
+    return f"{seconds} s"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -25,6 +26,9 @@ SCHEDULES = ("cosine", "linear", "multistep", "constant", "release_cosine")
 PRECISIONS = ("fp32", "bf16", "fp16")
 DECAYS = ("matrices", "release", "all")
 STRATEGIES = ("ddp", "fsdp")
+
+QUICK_START = "quickstart"
+"""The recipe of every task that needs no data but the built-in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +162,8 @@ class BackboneSettings(TrainSettings):
     """What the names of its run directories start with."""
     generated: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Shipped recipes that are not files: what they change of their ``base``, by name."""
+    own_data: ClassVar[str]
+    """The recipe with ``auto`` for data of one's own."""
 
     model: str = "vision_longformer_tiny"
     model_options: dict[str, Any] = field(default_factory=dict)
@@ -166,6 +172,11 @@ class BackboneSettings(TrainSettings):
     shift_until: float = 0.75
     eval_fraction: float | None = None
     auto: bool = False
+
+    @classmethod
+    def default_name(cls, changes: Mapping[str, Any]) -> str:
+        """The recipe of a run for which none is named: that for data of one's own if there is any."""
+        return cls.own_data if "data" in changes else QUICK_START
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -350,11 +361,13 @@ for _class in (RecipeLoader, RecipeDumper):
 def as_type(value: Any, expected: Any) -> Any:
     """``value`` for a field of type ``expected``: whole numbers become floats, and lists tuples, where it has them.
 
-    TypeError if it is something else.
+    A pair of integers may be written as 96x128. TypeError if it is something else.
     """
     origin, options = get_origin(expected), get_args(expected)
     if origin is UnionType:
-        return None if value is None else as_type(value, _not_none(options))
+        return None if value is None else _as_any(value, _not_none(options))
+    if expected == tuple[int, int] and re.fullmatch(r"\d+x\d+", str(value)):
+        return tuple(map(int, value.split("x")))
     if origin is tuple and isinstance(value, (list, tuple)):
         items = options[:1] * len(value) if options[-1] is ... else options
         if len(items) == len(value):
@@ -367,18 +380,25 @@ def as_type(value: Any, expected: Any) -> Any:
     raise TypeError(f"{value!r} is not {in_words(expected)}")
 
 
+def _as_any(value: Any, options: Sequence[Any]) -> Any:
+    """``value`` for the first of several types that it is right for."""
+    for option in options[:-1]:
+        with suppress(TypeError):
+            return as_type(value, option)
+    return as_type(value, options[-1])
+
+
 def in_words(expected: Any) -> str:
     """What a type asks for, as a sentence would say it."""
     origin, options = get_origin(expected), get_args(expected)
     if origin is UnionType:
-        return f"{in_words(_not_none(options))}, or null"
+        return f"{' or '.join(map(in_words, _not_none(options)))}, or null"
     if origin is tuple:
         return "a list of numbers" if options[-1] is ... else f"a list of {len(options)} numbers"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "keys with values"}
     return words[origin or expected]
 
 
-def _not_none(options: tuple[Any, ...]) -> Any:
-    """The type beside None in an optional one."""
-    (option,) = (option for option in options if option is not type(None))
-    return option
+def _not_none(options: tuple[Any, ...]) -> list[Any]:
+    """The types beside None in an optional one."""
+    return [option for option in options if option is not type(None)]

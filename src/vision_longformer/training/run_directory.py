@@ -100,6 +100,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def find_run(checkpoint: str | Path) -> Path | None:
+    """The directory of the run that wrote a checkpoint, or that ``checkpoint`` is itself; None if there is none."""
+    return next((path for path in (Path(checkpoint), Path(checkpoint).parent) if (path / RECIPE).is_file()), None)
+
+
 def next_free(folder: Path, name: str) -> Path:
     """``folder/name-1``, or the first number that is free."""
     number = 1
