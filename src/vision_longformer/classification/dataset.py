@@ -128,15 +128,15 @@ def build_train_set(
 
 
 class EvalImages(NamedTuple):
-    """Images to evaluate on: the ``split`` of ``data``, or those ``names`` of it that a run held out."""
+    """Images to evaluate on: the ``split`` of ``data``, or ``names`` of them if a run divided it, and why those."""
 
     data: str
     split: str
     names: tuple[str, ...] | None = None
+    why: str = ""
 
     def __str__(self) -> str:
-        held_out = "" if self.names is None else f": {len(self.names)} images as the run's split.json divides it"
-        return f"{self.data}, {self.split}{held_out}"
+        return f"{self.data}, {self.why or self.split}"
 
     def open(self, preprocessing: Preprocessing, named: bool) -> Source | ShardSource:
         """Those images, whose classes must be those of ``preprocessing``, or as many if the model's have no names."""
@@ -164,8 +164,9 @@ def find_images(checkpoint: str | Path, data: str | None, split: str | None) -> 
     divided = Split.read(run)
     if divided is None:
         return EvalImages(recipe.data, split or recipe.eval_split)
-    trained_on = split in split_names(recipe.train_split)
-    return EvalImages(recipe.data, recipe.train_split, divided.train if trained_on else divided.evaluation)
+    if split in split_names(recipe.train_split):
+        return EvalImages(recipe.data, recipe.train_split, divided.train, "the images that the run trained on")
+    return EvalImages(recipe.data, recipe.train_split, divided.evaluation, "the images that the run held out")
 
 
 def _same(data: str, other: str) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import PurePath
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..data.images import IMAGE_EXTENSIONS
+from ..data.check import ignored_files
 from ..data.loading import UNREADABLE
 from ..data.shards import ShardSource
 from ..data.sources import Source
@@ -166,7 +166,7 @@ def _trial(model: VisionLongformer, precision: str) -> tuple[float, float]:
 LISTED_CLASSES = 12
 
 
-def run_summary(recipe: ClassificationRecipe, splits: Splits) -> dict[str, str]:
+def run_summary(recipe: ClassificationRecipe, splits: Splits, starts_from: str) -> dict[str, str]:
     """The start banner's rows: images per split and class, size, model, starting weights, steps, expected time."""
     plan = estimate(recipe, splits)
     held_out = "" if splits.split is None else ", held out from the training images (split.json)"
@@ -175,9 +175,9 @@ def run_summary(recipe: ClassificationRecipe, splits: Splits) -> dict[str, str]:
         "data": recipe.data,
         "training": f"{count_images(splits.train, recipe.num_images):,} images: {_by_class(splits.train)}",
         "evaluation": f"{count_images(splits.evaluation):,} images: {_by_class(splits.evaluation)}{held_out}",
-        "ignored": _ignored(splits.train),
+        "ignored": "" if isinstance(splits.train, ShardSource) else _counted(ignored_files(splits.train)),
         "model": f"{recipe.model}, images of {'×'.join(map(str, config.img_size))}",
-        "starts from": recipe.init or "random weights",
+        "starts from": starts_from,
         "schedule": f"{plan.epochs:g} epochs, {plan.steps:,} steps of {recipe.batch_size} images",
         "expected": f"about {duration(plan.seconds)}",
     }
@@ -194,15 +194,5 @@ def _by_class(images: Source | ShardSource) -> str:
     return f"{len(images.classes)} classes of {min(counts.values())} to {max(counts.values())}"
 
 
-def _ignored(images: Source | ShardSource) -> str:
-    """Files that are not used, by kind, the most frequent first."""
-    if isinstance(images, ShardSource) or not images.ignored:
-        return ""
-    kinds = Counter(map(_kind, images.ignored)).most_common()
-    return f"{len(images.ignored):,} files: {', '.join(f'{count:,} {kind}' for kind, count in kinds)}"
-
-
-def _kind(name: str) -> str:
-    """What sort of file is ignored."""
-    suffix = PurePath(name).suffix.lower()
-    return f"{suffix} outside of class folders" if suffix in IMAGE_EXTENSIONS else suffix or "without extension"
+def _counted(kinds: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,15 @@ from ..models.config import size_pair
 from .preprocessing import Preprocessing
 from .recipe import ClassificationRecipe
 
+logger = logging.getLogger(__name__)
+
 
 def initial_model(recipe: ClassificationRecipe, classes: tuple[str, ...]) -> tuple[VisionLongformer, str]:
-    """The model of a recipe for these classes, newly drawn or from a checkpoint, and a report of what was changed."""
+    """The model of a recipe for these classes, newly drawn or from a checkpoint, and what it starts from, in words."""
     with seeded(derive_seed(recipe.seed, "weights")):
         model = VisionLongformer(recipe.model_config(len(classes)))
     if recipe.init is None:
-        return model, ""
+        return model, "random weights"
     source = load(recipe.init)
     state = source.state_dict()
     rows = _head_rows(recipe, source, classes)
@@ -34,7 +37,9 @@ def initial_model(recipe: ClassificationRecipe, classes: tuple[str, ...]) -> tup
     state, report = adapt_state({**state, **head}, model, recipe.table_resize, source.config.grids())
     model.load_state_dict(state)
     reused = sum(row is not None for row in rows)
-    return model, f"{report}\nhead: {reused} of {len(classes)} classes from the checkpoint, the others new"
+    if report.resized:
+        logger.info("%s", report)
+    return model, f"{recipe.init}, {reused} of {len(classes)} classes with its head's weights, the others new"
 
 
 def _head_rows(recipe: ClassificationRecipe, source: VisionLongformer, classes: tuple[str, ...]) -> list[int | None]:

@@ -56,9 +56,7 @@ class ClassificationTask(TrainingTask):
         micro_batch_size = Batching(recipe.batch_size, recipe.accumulate, process).micro_batch_size
         self.splits = open_splits(recipe, run)
         classes = self.splits.train.classes
-        self.model, report = initial_model(recipe, classes)
-        if report:
-            logger.info("%s", report)
+        self.model, self.starts_from = initial_model(recipe, classes)
         self.preprocessing = recipe_preprocessing(recipe, self.model.config, classes)
         self.train_set = build_train_set(self.splits.train, recipe, self.preprocessing, process)
         self.eval_set = build_eval_set(
@@ -82,7 +80,7 @@ class ClassificationTask(TrainingTask):
         return {} if self.splits.split is None else {SPLIT_FILE: self.splits.split.to_json()}
 
     def summary(self) -> dict[str, str]:
-        return run_summary(self.recipe, self.splits)
+        return run_summary(self.recipe, self.splits, self.starts_from)
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         device = self.accelerator.device

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from .. import __version__
 from .bench import bench
+from .check import check
 from .convert import convert, detect_convert
 from .cost import cost
 from .detect.check import detect_check
@@ -40,6 +41,7 @@ COMMANDS = Group(
         "table": Group("The paper's tables beside our values.", {"cost": table_cost, "detection": table_detection}),
         "convert": convert,
         "bench": bench,
+        "check": check,
         "recipes": recipes,
         "train": train,
         "evaluate": evaluate,

@@ -123,7 +123,9 @@ def _fit(
 def _machine(accelerator: Accelerator) -> dict[str, str]:
     """Where a run takes place."""
     cuda = accelerator.device.type == "cuda"
-    device = torch.cuda.get_device_name(accelerator.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+    device = torch.cuda.get_device_name(accelerator.device) if cuda else cpu
     return {"device": device if accelerator.num_processes == 1 else f"{accelerator.num_processes} × {device}"}
 
 
