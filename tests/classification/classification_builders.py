@@ -10,7 +10,13 @@ import torch
 from builders import IMAGE_CLASSES, IMAGE_SIDE
 from torch import Tensor
 
-from vision_longformer.classification.dataset import EvalSet, TrainSet, build_train_set, open_eval_set, open_images
+from vision_longformer.classification.dataset import (
+    EvalSet,
+    TrainSet,
+    build_eval_set,
+    build_train_set,
+    open_images,
+)
 from vision_longformer.classification.preprocessing import recipe_preprocessing
 from vision_longformer.classification.recipe import ClassificationRecipe
 from vision_longformer.data.order import Process
@@ -42,9 +48,8 @@ def train_set_of(recipe: ClassificationRecipe, *process: int) -> TrainSet:
 
 
 def eval_set_of(recipe: ClassificationRecipe, *process: int, classes: tuple[str, ...] = IMAGE_CLASSES) -> EvalSet:
-    return open_eval_set(
-        recipe.data,
-        recipe.eval_split,
+    return build_eval_set(
+        open_images(recipe.data, recipe.eval_split, classes=classes),
         recipe_preprocessing(recipe, recipe.model_config(len(classes)), classes),
         batch_size=recipe.eval_batch_size or recipe.batch_size,
         workers=recipe.workers,

@@ -275,7 +275,7 @@ def test_a_killed_run_ends_with_the_same_weights(
         train("quickstart", output=tmp_path / "run", callback=StopAt(step), **options)
     resumed = resume(tmp_path / "run")
     assert_equal(weights(trained), weights(resumed.run))
-    assert resumed.results == [r for r in RunDirectory(trained).records() if "evaluation" in r][-1]["evaluation"]
+    assert resumed.last == [r for r in RunDirectory(trained).records() if "evaluation" in r][-1]["evaluation"]
 
 
 def test_a_run_from_the_command_line(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,8 +295,8 @@ def test_a_run_from_the_command_line(images: Path, tmp_path: Path, capsys: pytes
     ("arguments", "message"),
     [
         (["nosuch"], "unknown recipe 'nosuch'"),
-        (["quickstart", "--epohcs", "3"], "unknown key 'epohcs'; did you mean 'epochs'"),
-        (["quickstart", "--epochs"], "--epochs needs a value"),
+        (["quickstart", "--epohcs", "3"], "unknown option '--epohcs'; did you mean '--epochs'"),
+        (["quickstart", "--epochs"], "argument --epochs: expected one argument"),
         (["quickstart", "--lr", "fast"], "lr is 'fast'; it must be a number"),
         (["quickstart", "--data", "nowhere"], "nowhere"),
         (["quickstart", "--precision", "fp16"], "precision fp16 needs a GPU"),

@@ -32,7 +32,7 @@ from classification_builders import (
 )
 from PIL import Image
 
-from vision_longformer.classification.dataset import IndexedEvalSet, open_eval_set
+from vision_longformer.classification.dataset import EvalImages, IndexedEvalSet, build_eval_set
 from vision_longformer.classification.preprocessing import Preprocessing
 from vision_longformer.data.images import ImageError
 from vision_longformer.data.order import Process, epoch_order
@@ -234,17 +234,18 @@ def test_batches_that_cannot_be_divided(folder: Path) -> None:
 
 def test_evaluation_takes_the_names_of_the_model_or_of_the_data(folder: Path) -> None:
     preprocessing = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, 1.0, "bicubic", ("0", "1", "2"))
-    options: dict[str, Any] = {"batch_size": 4, "workers": 0}
+    images = EvalImages(str(folder), "val")
     with pytest.raises(ValueError, match="lacks class '0', which the model has"):
-        open_eval_set(str(folder), "val", preprocessing, **options)
-    assert open_eval_set(str(folder), "val", preprocessing, named=False, **options).classes == IMAGE_CLASSES
+        images.open(preprocessing, named=True)
+    source = images.open(preprocessing, named=False)
+    assert build_eval_set(source, preprocessing, batch_size=4, workers=0).classes == IMAGE_CLASSES
     two = replace(preprocessing, classes=("0", "1"))
     with pytest.raises(ValueError, match=r"num_classes is 2, but .* has 3 classes"):
-        open_eval_set(str(folder), "val", two, named=False, **options)
+        images.open(two, named=False)
     with pytest.raises(ValueError, match="batch_size is 0; it must be an integer of at least 1"):
-        open_eval_set(str(folder), "val", preprocessing, batch_size=0, workers=0)
+        build_eval_set(source, preprocessing, batch_size=0, workers=0)
     with pytest.raises(ValueError, match="workers is -1; it must be an integer of at least 0"):
-        open_eval_set(str(folder), "val", preprocessing, batch_size=1, workers=-1)
+        build_eval_set(source, preprocessing, batch_size=1, workers=-1)
 
 
 # Examples for pictures

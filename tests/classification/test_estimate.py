@@ -16,20 +16,21 @@ from vision_longformer.cli.main import main
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    """50 images of three classes."""
-    pixels = np.zeros((50, 16, 16, 3), np.uint8)
-    return write_npz(tmp_path / "images.npz", train_x=pixels, train_y=np.arange(50) % 3)
+    """50 images of three classes, and 6 to evaluate on."""
+    pixels, labels = np.zeros((50, 16, 16, 3), np.uint8), np.arange(50) % 3
+    return write_npz(tmp_path / "images.npz", train_x=pixels, train_y=labels, val_x=pixels[:6], val_y=labels[:6])
 
 
 def test_counts(images: Path) -> None:
     """50 images in batches of 8 are six steps an epoch; weights, gradients, two moments and an average are five."""
     recipe = image_recipe(images, batch_size=8, accumulate=2, epochs=5, ema=0.9, lr=0.1, warmup=1, **IN_MEMORY)
     plan = estimate(recipe)
-    assert plan.data == "48 images of 3 classes"
+    assert plan.data == "50 images of 3 classes"
     assert (plan.steps, plan.images) == (30, 4)
     parameters = sum(parameter.numel() for parameter in VisionLongformer(recipe.model_config(3)).parameters())
     assert plan.fixed_bytes == 5 * 4 * parameters
-    assert plan.seconds == pytest.approx(30 * 8 * plan.seconds_per_image)
+    assert plan.seconds_per_read == 0
+    assert plan.seconds == pytest.approx((30 * 8 + 5 * 6 / 3) * plan.seconds_per_image)
     assert plan.bytes == plan.fixed_bytes + 4 * plan.image_bytes
     assert [epoch for epoch, _ in plan.rates] == pytest.approx([0, 1, 7 / 6, 15 / 6, 22 / 6, 29 / 6])
     assert max(rate for _, rate in plan.rates) == pytest.approx(0.1)
@@ -47,9 +48,9 @@ def test_a_dry_run_says_what_it_would_take(images: Path, capsys: pytest.CaptureF
     main(["train", "quickstart", "--data", str(images), "--batch_size", "8", "--epochs", "5", "--dry-run"])
     output = capsys.readouterr().out
     assert "epochs: 5" in output
-    assert "48 images of 3 classes" in output
+    assert "50 images of 3 classes" in output
     assert "30" in output  # optimiser steps
-    assert "whole training on this machine" in output
+    assert "whole run with its evaluations" in output
     main(["train", "cifar10", "--data", "nowhere", "--dry-run"])
     assert "1,281,167 images of 1,000 classes (assumed; the data were not found)" in capsys.readouterr().out
 

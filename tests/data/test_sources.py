@@ -27,7 +27,7 @@ from builders import (
 
 from vision_longformer.data.images import ImageError
 from vision_longformer.data.loading import BatchLoader
-from vision_longformer.data.sources import ArraySource, Source, open_source
+from vision_longformer.data.sources import ArraySource, NoSplitError, Source, open_source
 
 
 def _samples(source: Source, workers: int = 0) -> list[tuple[int, int]]:
@@ -120,9 +120,9 @@ def test_class_folders_are_in_natural_order(tmp_path: Path) -> None:
 def test_missing_folders(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no data .*missing; give a folder"):
         open_source(str(tmp_path / "missing"), "train")
-    with pytest.raises(FileNotFoundError, match=r"has no folder 'final', only train, val"):
+    with pytest.raises(NoSplitError, match=r"has no folder 'final', only train, val"):
         open_source(str(folder), "final")
-    with pytest.raises(ValueError, match=r"has no split 'validation'; use split 'train'"):
+    with pytest.raises(NoSplitError, match=r"has no split 'validation'; use split 'train'"):
         open_source(str(folder / "train"), "validation")
     with pytest.raises(ValueError, match="has no class folders"):
         open_source(str(folder / "train" / "cat"), "train")

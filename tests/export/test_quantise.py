@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 from vision_longformer import ModelConfig, StageConfig, VisionLongformer
 from vision_longformer.classification import evaluate
-from vision_longformer.classification.dataset import open_eval_set
+from vision_longformer.classification.dataset import build_eval_set
 from vision_longformer.classification.export import Comparison, compare_exports, export_model
 from vision_longformer.classification.preprocessing import Preprocessing
 from vision_longformer.cli.quantise import quantise as command
-from vision_longformer.data.sources import FASHION_MNIST_CLASSES
+from vision_longformer.data.sources import FASHION_MNIST_CLASSES, fashion_mnist
 from vision_longformer.export import load_exported
 from vision_longformer.export.quantise import quantise
 from vision_longformer.models.config import Full
@@ -30,7 +30,7 @@ def _trained() -> tuple[VisionLongformer, Preprocessing]:
     stage = StageConfig(128, 1, 4, 7, Full(), 1, "absolute")
     model = VisionLongformer(ModelConfig((stage,), img_size=(28, 28), in_chans=1, num_classes=10))
     prepare = Preprocessing.for_model(model.config, FASHION_MNIST_CLASSES, mean=(0.286,), std=(0.353,), crop_pct=1.0)
-    train_set = open_eval_set("fashion-mnist", "train", prepare, batch_size=32, workers=0)
+    train_set = build_eval_set(fashion_mnist("train"), prepare, batch_size=32, workers=0)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     for images, labels in islice(train_set.batches(), 63):
         optimizer.zero_grad()
@@ -102,7 +102,7 @@ def test_what_int8_changes(compared: Comparison, exported: Path, int8: Path) -> 
 def test_changed_predictions_are_counted(compared: Comparison, exported: Path, int8: Path) -> None:
     """As they are when both files run on their own, on the same batches."""
     prepare = Preprocessing.from_dict(load_exported(exported).metadata, "")
-    eval_set = open_eval_set("fashion-mnist", "validation", prepare, batch_size=64, workers=0)
+    eval_set = build_eval_set(fashion_mnist("validation"), prepare, batch_size=64, workers=0)
     batches = [images for images, _ in eval_set.batches()]
     models = (load_exported(path) for path in (exported, int8))
     before, after = (torch.cat([model(images).argmax(1) for images in batches]) for model in models)

@@ -26,13 +26,13 @@ def test_every_model_is_registered_in_timm() -> None:
         name for family in ("vision_longformer*", "evit_*_patch16", "msvit_*") for name in timm.list_models(family)
     ]
     assert sorted(names) == sorted(MODELS)
-    assert len(timm.list_models("vision_longformer*")) == 27
+    assert len(timm.list_models("vision_longformer*")) == 28
     assert len(timm.list_models("msvit_*")) == 2 * 7 * 12
     for name in names:
         assert timm.models.get_pretrained_cfg(name).input_size == (3, *MODELS[name].img_size)
 
 
-PAPER = [name for name in MODELS if name != "vision_longformer_micro"]
+PAPER = [name for name in MODELS if name not in ("vision_longformer_micro", "vision_longformer_nano")]
 
 
 @pytest.mark.parametrize("name", [name for name in PAPER if name.startswith("vision_longformer")])
@@ -80,6 +80,15 @@ def test_the_micro_model() -> None:
     assert sum(p.numel() for p in model.parameters()) == 287242
     assert [info["reduction"] for info in model.feature_info] == [4, 8]
     assert [tuple(grid) for grid in model.config.grids((28, 28))] == [(7, 7), (4, 4)]
+
+
+def test_the_nano_model() -> None:
+    """Ours, for small data sets: 0.8 million parameters, chunks of 4×4 in all three stages."""
+    model = VisionLongformer(model_config("vision_longformer_nano"), num_classes=10)
+    assert sum(p.numel() for p in model.parameters()) == 756302
+    assert [info["reduction"] for info in model.feature_info] == [4, 8, 16]
+    assert [tuple(grid) for grid in model.config.grids((96, 128))] == [(24, 32), (12, 16), (6, 8)]
+    assert [stage.attention for stage in model.config.stages] == [cfg.Longformer(window=4)] * 3
 
 
 MAPS = {4: (25, 36), 8: (13, 18), 16: (7, 9), 32: (4, 5)}

@@ -22,6 +22,9 @@ class Noted(Callback):
     def on_start(self, *arguments: Any) -> None:
         self._calls.append(("on_start", self._name, *arguments))
 
+    def on_summary(self, *arguments: Any) -> None:
+        self._calls.append(("on_summary", self._name, *arguments))
+
     def on_step(self, *arguments: Any) -> None:
         self._calls.append(("on_step", self._name, *arguments))
 
@@ -39,6 +42,7 @@ class Noted(Callback):
 
 
 EVENTS: dict[str, tuple[Any, ...]] = {
+    "on_summary": ({"data": "photos"},),
     "on_start": (1, 9, 3),
     "on_step": (2,),
     "on_log": ({"step": 2, "loss": 1.0},),

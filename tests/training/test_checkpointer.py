@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from vision_longformer.training.checkpointer import Checkpointer, Counters, latest_checkpoint, load_state
+from vision_longformer.training.checkpointer import Checkpointer, Counters, latest_checkpoint, load_counters, load_state
 from vision_longformer.training.distributed import make_accelerator
 from vision_longformer.training.ema import WeightAverage
 from vision_longformer.training.recipe import TrainSettings
@@ -30,10 +30,12 @@ def after_one_step(folder: Path) -> tuple[Checkpointer, nn.Linear, torch.optim.S
 
 def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     checkpointer = after_one_step(tmp_path)[0]
-    checkpointer.save(Counters(7, 5, 0.25, {"loss": 1.5, "parts": 2.0}))
+    checkpointer.save(Counters(7, 5, 0.25, 4, 2, {"loss": 1.5, "parts": 2.0}))
     state = load_state(tmp_path / "step_000000007.pt")
     assert set(state) == {"model", "optimizer", "average", "scaler", "counters"}
-    assert state["counters"] == {"step": 7, "evaluated": 5, "best": 0.25, "sums": {"loss": 1.5, "parts": 2.0}}
+    sums = {"loss": 1.5, "parts": 2.0}
+    assert state["counters"] == {"step": 7, "evaluated": 5, "best": 0.25, "best_step": 4, "stale": 2, "sums": sums}
+    assert load_counters(tmp_path / "step_000000007.pt") == Counters(7, 5, 0.25, 4, 2, sums)
     assert state["model"]["weight"].item() == pytest.approx(1.7)
     assert state["average"]["weight"].item() == 2.0
     assert state["optimizer"]["state"]["weight"]["momentum_buffer"].item() == 3.0
@@ -43,7 +45,7 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("best", [None, 0.25, math.nan])
 def test_restoring(best: float | None, tmp_path: Path) -> None:
     """The next step is the one that would have followed: 1.7 less 0.1 times 0.9 · 3 + 1."""
-    after_one_step(tmp_path)[0].save(Counters(7, 5, best, {"loss": 1.5}))
+    after_one_step(tmp_path)[0].save(Counters(7, 5, best, sums={"loss": 1.5}))
     checkpointer, model, optimizer, average = after_one_step(tmp_path)
     nn.init.constant_(model.weight, 100.0)
     average.values["weight"].fill_(100.0)

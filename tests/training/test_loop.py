@@ -240,7 +240,7 @@ def test_speed_counts_images_between_lines_but_not_evaluation(tmp_path: Path, mo
     clock.advance_in(task, "evaluate", 100)
     training_loop(tmp_path / "run", task, TrainSettings(epochs=2, batch_size=8, log_every=3)).train()
     records = [record for record in RunDirectory(tmp_path / "run").records() if "loss" in record]
-    assert [(r["step"], r["images_per_second"]) for r in records] == [(3, 4.0), (6, 4.0), (8, 4.0)]
+    assert [(r["step"], r["images_per_second"]) for r in records] == [(3, 4.0), (4, 4.0), (6, 4.0), (8, 4.0)]
 
 
 # Evaluations
@@ -293,21 +293,24 @@ def test_the_best_model_is_the_first_of_the_highest_score(
         def on_evaluate(self, values: dict[str, Any], best: bool) -> None:
             noted.extend([values["step"]] * best)
 
-    results = training_loop(tmp_path / "run", task, TrainSettings(epochs=5, batch_size=1), Watch()).train()
+    best, last = training_loop(tmp_path / "run", task, TrainSettings(epochs=5, batch_size=1), Watch()).train()
     assert noted == best_at
+    highest = scores[best_at[-1] - 1]
+    assert best["score"] == pytest.approx(highest if math.isfinite(highest) else math.nan, nan_ok=True)
     assert [name for name, _ in task.saved] == ["best.safetensors"] * len(best_at) + ["last.safetensors"]
     lines = [strict_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     written = [line["evaluation"]["score"] for line in lines if "evaluation" in line]
     assert written == [score if math.isfinite(score) else None for score in scores]
-    assert math.isfinite(results["score"]) == math.isfinite(scores[-1])
+    assert math.isfinite(last["score"]) == math.isfinite(scores[-1])
 
 
 def test_a_last_score_of_nan_is_returned_as_such(tmp_path: Path) -> None:
     """Also by a run that is resumed after its end, which reads it from the metrics."""
     for _ in range(2):
         task = FixedLossTask([1.0], batches_per_epoch=1, scores=[math.nan])
-        results = training_loop(tmp_path / "run", task, TrainSettings(epochs=1, batch_size=1)).train()
-        assert math.isnan(results["score"])
+        best, last = training_loop(tmp_path / "run", task, TrainSettings(epochs=1, batch_size=1)).train()
+        assert math.isnan(best["score"])
+        assert math.isnan(last["score"])
 
 
 # Checkpoints by the clock
@@ -414,7 +417,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_logs_evaluates_and_saves(uninterrupted: Path) -> None:
     state, records = outcome(uninterrupted)
     assert state["counters"]["step"] == 12
-    assert [record["step"] for record in records if "loss" in record] == [3, 6, 9, 12]
+    assert [record["step"] for record in records if "loss" in record] == [3, 4, 6, 8, 9, 12]
     evaluations = {record["step"]: record["evaluation"]["score"] for record in records if "evaluation" in record}
     assert list(evaluations) == [4, 8, 12]
     assert float((uninterrupted / "best.safetensors").read_text()) == max(evaluations.values())
@@ -478,9 +481,10 @@ def test_sgd_resumes_with_its_momentum_or_with_none(momentum: float, tmp_path: P
 
 def test_resuming_a_finished_run_changes_nothing(uninterrupted: Path) -> None:
     before, task = outcome(uninterrupted), ToyTask()
-    result = training(uninterrupted, task).train()
+    best, last = training(uninterrupted, task).train()
     assert task.evaluations == 0
-    assert result == before[1][-1]["evaluation"]
+    assert last == before[1][-1]["evaluation"]
+    assert best["score"] == float((uninterrupted / "best.safetensors").read_text())
     assert_same(list(before), list(outcome(uninterrupted)))
 
 

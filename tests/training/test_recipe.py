@@ -50,7 +50,7 @@ COMPARED_IN_DETECTION = [
 
 def test_names_of_all_recipes() -> None:
     classification = [
-        *("cifar10", "cifar100", "fashion_mnist", "quickstart"),
+        *("cifar10", "cifar10_nano", "cifar100", "fashion_mnist", "own_images", "quickstart"),
         *(f"imagenet1k_{size}" for size in ("tiny", "small", "medium", "base")),
         *(f"imagenet1k_{size}_{name}" for size in ("tiny", "small") for name in MECHANISMS),
         *("imagenet1k_medium_ape", "imagenet1k_base_ape", "imagenet1k_small_release"),
@@ -66,7 +66,7 @@ def test_names_of_all_recipes() -> None:
         ),
         *(f"mask_rcnn_small_1x_{name}" for name in COMPARED_IN_DETECTION),
     ]
-    assert (len(classification), len(detection)) == (39, 26)
+    assert (len(classification), len(detection)) == (41, 26)
     assert recipe_names(ClassificationRecipe) == sorted(classification)
     assert recipe_names(DetectionRecipe) == sorted(detection)
 
@@ -89,6 +89,10 @@ TRAINING = {
     "checkpoint_minutes": 10.0,
     "log_every": 50,
     "eval_every": 1,
+    "patience": None,
+    "phase_start": 0,
+    "eval_fraction": None,
+    "auto": False,
     "model_options": {},
     "shift_until": 0.75,
     "init": None,
@@ -98,6 +102,7 @@ TRAINING = {
 
 IMAGENET = {
     **TRAINING,
+    "balance": "none",
     "steps": None,
     "lr": 1e-3,
     "weight_decay": 0.1,

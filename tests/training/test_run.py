@@ -32,7 +32,9 @@ def test_a_new_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "epochs: 2\n" in (trained.run / "recipe.yaml").read_text()
     assert [path.name for path in trained.pictures] == ["curves.png"]
     assert RecipeTask.built.drawn[0] == trained.run
-    assert trained.results == RunDirectory(trained.run).records()[-1]["evaluation"]
+    evaluations = [line["evaluation"] for line in RunDirectory(trained.run).records() if "evaluation" in line]
+    assert trained.last == evaluations[-1]
+    assert trained.best == max(evaluations, key=lambda results: results["score"])
     assert any((trained.run / "tensorboard").iterdir())
     assert train(RecipeTask, "brief").run == Path("runs/small-brief-2")
     assert train(RecipeTask, BRIEF).run == Path("runs/small-toy-1")
@@ -89,7 +91,7 @@ def test_a_resumed_run_has_the_settings_it_was_started_with(tmp_path: Path) -> N
     assert started == [2]
     assert RecipeTask.built.recipe == ToyRecipe(epochs=1, batch_size=2, seed=8, checkpoint_minutes=0.0)
     whole = train(RecipeTask, BRIEF, output=tmp_path / "whole", seed=8)
-    assert resumed.results == whole.results
+    assert (resumed.best, resumed.last) == (whole.best, whole.last)
 
 
 # What is set up for every task
@@ -137,8 +139,8 @@ def test_gradient_checkpointing_reaches_backbones_inside_a_model(tmp_path: Path)
     other = VisionLongformer(ToyTask().model.config)
 
     class DetectorLike(RecipeTask):
-        def __init__(self, recipe: ToyRecipe, accelerator: Accelerator) -> None:
-            super().__init__(recipe, accelerator)
+        def __init__(self, recipe: ToyRecipe, accelerator: Accelerator, run: Path | None) -> None:
+            super().__init__(recipe, accelerator, run)
             self.model = Wrapped(self.model, other.requires_grad_(False))  # type: ignore[assignment]
 
     train(DetectorLike, BRIEF, output=tmp_path / "run", grad_checkpointing=True, steps=1)
@@ -159,7 +161,7 @@ def test_models_that_cannot_checkpoint_are_refused(model: nn.Module, tmp_path: P
         recipe_type = ToyRecipe
         curves = ("score",)
 
-        def __init__(self, recipe: ToyRecipe, accelerator: Accelerator) -> None:
+        def __init__(self, recipe: ToyRecipe, accelerator: Accelerator, run: Path | None) -> None:
             super().__init__(torch.zeros(1, 1, 2), torch.zeros(1, 1), batches_per_epoch=1)
             self.model = model  # type: ignore[assignment]
 
@@ -174,7 +176,7 @@ def test_the_model_is_compiled_if_asked(enabled: bool, tmp_path: Path, monkeypat
     compiled: list[nn.Module] = []
     models: list[nn.Module] = []
     monkeypatch.setattr(VisionLongformer, "compile", lambda self: compiled.append(self))
-    monkeypatch.setattr(TrainingLoop, "train", lambda self: models.append(self.task.model) or {})
+    monkeypatch.setattr(TrainingLoop, "train", lambda self: models.append(self.task.model) or ({}, {}))
     train(RecipeTask, BRIEF, output=tmp_path / "run", compile=enabled)
     assert models == [RecipeTask.built.model]
     assert compiled == (models if enabled else [])

@@ -241,7 +241,7 @@ def _prefix(path: Path, split: str, keys: Sequence[str]) -> str:
             if not prefix:
                 check_unsplit(str(path), split)
             return prefix
-    raise ValueError(f"{path} has no arrays {split}_x and {split}_y, only {', '.join(keys) or 'nothing'}")
+    raise NoSplitError(f"{path} has no arrays {split}_x and {split}_y, only {', '.join(keys) or 'nothing'}")
 
 
 # Folders
