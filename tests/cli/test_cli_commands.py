@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,20 @@ def test_doctor(vil: Any) -> None:
     assert all("run here" in lines[name] for name in IMPLEMENTATIONS)
     assert "can run here" in lines["masked_dense"]
     assert "the rule must be 'exact'" in lines["unfold_nn"]
+
+
+def test_doctor_as_json(vil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not installed is null; unfold can run an exact window only."""
+    monkeypatch.setattr("vision_longformer.cli.doctor.PACKAGES", ("torch", "no-such-package"))
+    data = json.loads(vil("doctor", "--json"))
+    assert data["versions"] == {"python": platform.python_version(), "torch": version("torch"), "no-such-package": None}
+    assert data["machine"].keys() == {"system", "device", "threads", "processors"}
+    assert data["machine"]["threads"] == torch.get_num_threads()
+    assert data["local_attention"].keys() == IMPLEMENTATIONS.keys()
+    assert data["local_attention"]["masked_dense"] == {"chunk 28×28": None, "chunk 14×14": None, "exact 28×28": None}
+    unfold = data["local_attention"]["unfold_nn"]
+    assert unfold["exact 28×28"] is None
+    assert "the rule must be 'exact'" in unfold["chunk 28×28"]
 
 
 def test_models(vil: Any) -> None:
