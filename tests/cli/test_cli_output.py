@@ -71,6 +71,13 @@ def test_a_table_whose_words_do_not_fit_is_paragraphs(
     assert _printed(capsys) == [*expected, "    data: x; model:", "    a_name_of_twenty_four_ch", ""]
 
 
+def test_wide_characters_are_not_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of them takes two columns of a terminal."""
+    monkeypatch.setenv("COLUMNS", "22")
+    print_table("", ("class", "%"), [("猫犬馬羊牛", "99.10")])
+    assert "  猫犬馬羊牛   99.10" in _printed(capsys)
+
+
 def test_without_columns_in_the_environment_a_file_is_wide(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

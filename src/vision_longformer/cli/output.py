@@ -47,13 +47,15 @@ TABLE_MARGIN, WIDE_GAP, NARROW_GAP = 4, 3, 2
 
 
 def _natural_widths(lines: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*lines, strict=True)]
+    from rich.cells import cell_len
+
+    return [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
 
 
 def _column_widths(lines: Sequence[Sequence[str]], available: int) -> list[int] | None:
     """Widths that sum to ``available`` at most, the widest columns made narrower; None if words would be cut."""
     widths = _natural_widths(lines)
-    least = [max(len(word) for cell in column for word in cell.split() or [""]) for column in zip(*lines, strict=True)]
+    least = _natural_widths([[max(cell.split() or [""], key=len) for cell in line] for line in lines])
     while sum(widths) > available:
         wider = [index for index, width in enumerate(widths) if width > least[index]]
         if not wider:
