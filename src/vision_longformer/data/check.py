@@ -14,7 +14,6 @@ from .images import IMAGE_EXTENSIONS
 from .loading import UNREADABLE, BatchLoader, Progress
 from .sources import EVALUATION, TRAINING, ArraySource, NoSplitError, Source, open_source
 
-
 COMPARED = 64
 """Images of two arrays that tell whether they are the same."""
 
