@@ -79,6 +79,19 @@ def _printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_name_is_cut(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither in the table of a result nor in that of changes, whose first columns are names."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    made = result(row("sliding_chunk"), row("sliding_chunk_autograd", 0.5), row(LARGE_MATMUL, 10.0))
+    print_result(made)
+    print_changes(made, made, "earlier.json")
+    output = capsys.readouterr().out
+    assert "…" not in output
+    assert [line for line in output.splitlines() if line.startswith(" ") and len(line.rstrip()) > width] == []
+    assert output.count("sliding_chunk_autograd") == 2
+
+
 def test_table_of_calls(capsys: pytest.CaptureFixture[str]) -> None:
     """Medians of 300 and 150 ms, quartiles 250 to 350; 1000 operations; the matrix product takes ten times as long."""
     print_result(result(row(), row("tiled", 0.5), row(LARGE_MATMUL, 10.0), Row(attention_case("flex"))))

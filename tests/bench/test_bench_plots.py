@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from vision_longformer.bench.cases import FORWARD_BACKWARD, FULL_ATTENTION, LARGE_MATMUL
-from vision_longformer.bench.plots import draw
+from vision_longformer.bench.plots import draw, missing_word
 from vision_longformer.bench.results import Result, Row
+from vision_longformer.bench.timing import Samples
 
 Drawn = Callable[[Result], Figure]
 
@@ -112,6 +113,68 @@ def test_bars_of_models(drawn: Drawn) -> None:
     assert _bars(speed) == [pytest.approx(180), pytest.approx(360)]
     assert _bars(memory) == [pytest.approx(3e-4), pytest.approx(1e-4)]
     assert memory.get_title() == "6×9\nforward: peak memory in MB"
+
+
+LARGE = {"point": "12×12", "units": 144, "height": 12, "width": 12}
+
+
+def _with_gaps() -> list[Row]:
+    """Two variants on two maps; on the larger one, the first was refused and the second timed once."""
+    once = Row(attention_case("tiled", **LARGE), flops=1000)
+    for allocator in ("default", "kept"):
+        once.add_samples(allocator, Samples([0.5], [1]))
+    once.memory = {"inputs": 100, "outputs": 50, "extra": 400}
+    refused = Row(attention_case(**LARGE), reasons=["would need about 9.0 GB; the limit is 4.0 GB"])
+    nowhere = Row(attention_case("unfold_nn"), reasons=["the rule must be 'exact'"])
+    return [row(), row("tiled", 0.5), refused, once, nowhere]
+
+
+@pytest.mark.parametrize(("style", "unit"), [("lines", "call"), ("per_token", "token")])
+def test_lines_mark_what_is_missing_and_what_was_timed_once(style: str, unit: str, drawn: Drawn) -> None:
+    figure = drawn(result(*_with_gaps(), style=style, unit=unit))
+    for axes in figure.axes:
+        squares = [line for line in axes.get_lines() if line.get_marker() == "s"]
+        (missing,) = [
+            line for line in squares if line.get_markeredgecolor() == "tab:red" and list(line.get_xdata()) == [12.0]
+        ]
+        assert missing.get_markerfacecolor() == "none"
+        assert "out of memory" in [text.get_text().strip() for text in axes.texts]
+        assert axes.get_ylabel()
+    (ring,) = [line for line in figure.axes[0].get_lines() if line.get_marker() == "D"]
+    assert list(ring.get_xdata()) == [12.0]
+    assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim() or style == "per_token"
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][-2:] == ["timed once", "not measured"]
+    assert figure.get_suptitle().endswith("not measured: unfold_nn (refused)")
+
+
+def test_bars_mark_what_is_missing_and_what_was_timed_once(drawn: Drawn) -> None:
+    """Each variant has its place at each point; panels of the same quantity have the same axis, with its unit."""
+    rows = [*_with_gaps(), row(mode=FORWARD_BACKWARD), row("tiled", 20.0, mode=FORWARD_BACKWARD)]
+    figure = drawn(result(*rows, style="bars"))
+    small, large = figure.axes[:4], figure.axes[4:]
+    assert [label.get_text() for label in large[0].get_yticklabels()] == ["sliding_chunk", "tiled"]
+    assert [text.get_text() for text in large[0].texts].count("out of memory") == 2
+    assert [text.get_text() for text in large[0].texts].count("500 (once)") == 2
+    assert "out of memory" in [text.get_text() for text in large[1].texts]
+    assert small[0].get_xlim() == small[2].get_xlim()
+    assert small[1].get_xlim() == small[3].get_xlim()
+    assert [axes.get_xlabel() for axes in small] == ["ms", "MB", "ms", "MB"]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "word"),
+    [
+        (["the time budget was used up"], "no time"),
+        (["memory: the time budget was used up"], "no time"),
+        (["would need about 9.0 GB; the limit is 4.0 GB"], "out of memory"),
+        (["CUDA out of memory. Tried to allocate"], "out of memory"),
+        (["the rule must be 'exact'"], "refused"),
+        ([], "—"),
+    ],
+)
+def test_reasons_in_a_word(reasons: list[str], word: str) -> None:
+    assert missing_word(Row(attention_case(), reasons=reasons)) == word
 
 
 def test_bars_of_very_different_length_have_a_logarithmic_axis(drawn: Drawn) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,10 @@ from vision_longformer.classification.predict import predict
 from vision_longformer.classification.preprocessing import Preprocessing
 from vision_longformer.cli.export import export as export_command
 from vision_longformer.cli.parser import Group, run_command
+from vision_longformer.data.images import decode_image
 from vision_longformer.errors import CheckpointError
 from vision_longformer.export import ExportedModel, load_exported, writers
+from vision_longformer.export.quantise import quantise
 from vision_longformer.export.verify import ExportError
 from vision_longformer.models import config as cfg
 
@@ -116,6 +120,33 @@ def test_names_in_onnx(any_size: Path) -> None:
     assert (images.name, images.shape) == ("images", ["batch", 3, "height", "width"])
     assert (logits.name, logits.shape) == ("logits", ["batch", 5])
     assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == list(CLASSES)
+
+
+def test_the_documented_names_are_those_of_a_file(any_size: Path, tmp_path: Path) -> None:
+    """All that the page has for classifiers, and nothing else; one more in a quantised file."""
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    rows = re.findall(r"^\| (`[^|]+) \| (all|classifiers|detectors|quantised) \| .+ \|$", page, re.MULTILINE)
+    documented: dict[str, set[str]] = {"quantised": set()}
+    for names, files in rows:
+        documented.setdefault(files, set()).update(re.findall(r"`(\w+)`", names))
+    assert documented["all"] | documented["classifiers"] == set(load_exported(any_size).metadata)
+    if any_size.suffix == ".onnx":
+        stored = onnxruntime.InferenceSession(any_size).get_modelmeta().custom_metadata_map
+        assert set(stored) == documented["all"] | documented["classifiers"]
+        assert (stored["alpha"], json.loads(stored["background"])) == ("composite", [255, 255, 255])
+        smaller = quantise(any_size, "int8", tmp_path / "int8.onnx")
+        assert set(load_exported(smaller).metadata) - set(stored) == documented["quantised"]
+
+
+def test_the_background_in_the_metadata_is_what_images_are_composed_with(exported_model: ExportedModel) -> None:
+    """A red pixel of half alpha on white is pink, and a pixel without alpha is the background."""
+    image = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
+    image.putpixel((1, 0), (255, 0, 0, 128))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    seen = decode_image(file)
+    assert list(seen.getpixel((0, 0))) == exported_model.metadata["background"]
+    assert seen.getpixel((1, 0)) == (255, 127, 127)
 
 
 def test_metadata(exported_model: ExportedModel, checkpoint: Path) -> None:

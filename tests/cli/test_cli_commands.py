@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,20 @@ def test_doctor(vil: Any) -> None:
     assert all("run here" in lines[name] for name in IMPLEMENTATIONS)
     assert "can run here" in lines["masked_dense"]
     assert "the rule must be 'exact'" in lines["unfold_nn"]
+
+
+def test_doctor_as_json(vil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not installed is null; unfold can run an exact window only."""
+    monkeypatch.setattr("vision_longformer.cli.doctor.PACKAGES", ("torch", "no-such-package"))
+    data = json.loads(vil("doctor", "--json"))
+    assert data["versions"] == {"python": platform.python_version(), "torch": version("torch"), "no-such-package": None}
+    assert data["machine"].keys() == {"system", "device", "threads", "processors"}
+    assert data["machine"]["threads"] == torch.get_num_threads()
+    assert data["local_attention"].keys() == IMPLEMENTATIONS.keys()
+    assert data["local_attention"]["masked_dense"] == {"chunk 28×28": None, "chunk 14×14": None, "exact 28×28": None}
+    unfold = data["local_attention"]["unfold_nn"]
+    assert unfold["exact 28×28"] is None
+    assert "the rule must be 'exact'" in unfold["chunk 28×28"]
 
 
 def test_models(vil: Any) -> None:
@@ -150,7 +166,13 @@ def test_one_number_is_a_square(vil: Any) -> None:
 
 def test_table_cost(vil: Any) -> None:
     output = vil("table", "cost")
-    assert "114 of 115 GFLOPs and 108 of 115 parameter counts" in output
+    assert output.splitlines()[-5:] == [
+        "=  ours rounds to the printed digits",
+        "t  ours gives the printed digits only if truncated instead of rounded",
+        "!  ours differs, with the reason below the table",
+        "GFLOPs equal to the printed digits: 114 of 115 if rounded",
+        "parameter counts equal to the printed digits: 99 of 115 if rounded; 9 more only if truncated",
+    ]
     assert sum(line.startswith("  ! ") for line in output.splitlines()) == 8
     (line,) = [line for line in output.splitlines() if line.startswith("  SRA/64 small 1-2-8-1")]
     assert line.split()[3:] == ["52.9", "52.9473", "+0.0473", "=", "3.97", "3.9679", "-0.0021", "="]
@@ -158,8 +180,9 @@ def test_table_cost(vil: Any) -> None:
 
 def test_table_cost_for_programs(vil: Any) -> None:
     data = json.loads(vil("table", "cost", "--json"))
-    assert data["summary"]["gflops"] == {"agree": 114, "of": 115}
-    assert sum(row["params"]["mark"] in "=t" for row in data["rows"]) == 108
+    assert data["summary"]["gflops"] == {"rounded": 114, "truncated": 0, "of": 115}
+    marks = [row["params"]["mark"] for row in data["rows"]]
+    assert (marks.count("="), marks.count("t"), marks.count("!")) == (99, 9, 7)
     flat = list(csv.DictReader(io.StringIO(vil("table", "cost", "--csv"))))
     assert len(flat) == 115
     assert [row["gflops_mark"] for row in flat] == [row["gflops"]["mark"] for row in data["rows"]]

@@ -38,6 +38,54 @@ def test_without_a_number_of_text_columns_there_is_one(capsys: pytest.CaptureFix
     assert capsys.readouterr().out.splitlines()[-3].rstrip() == "  a             7"
 
 
+def _printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_table_that_is_too_wide_wraps_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Columns are nearer then, and it is the widest that wraps."""
+    monkeypatch.setenv("COLUMNS", "24")
+    print_table("A title that is longer", ("name", "about"), [("a_long_name", "one two three four")], left=2)
+    assert _printed(capsys) == [
+        "A title that is longer",
+        "",
+        " name         about",
+        " ─────────────────────",
+        " a_long_name  one two",
+        "              three",
+        "              four",
+        "",
+    ]
+
+
+def test_a_table_whose_words_do_not_fit_is_paragraphs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Empty cells are left out, a column without a name has its cell alone, and a word may be longer than a line."""
+    monkeypatch.setenv("COLUMNS", "20")
+    rows = [("a_long_name", "", "another_long_name", "="), ("b", "x", "a_name_of_twenty_four_ch", "")]
+    print_table("", ("name", "data", "model", ""), rows, left=2)
+    expected = ["", "  a_long_name", "    model:", "    another_long_name;", "    =", "  b"]
+    assert _printed(capsys) == [*expected, "    data: x; model:", "    a_name_of_twenty_four_ch", ""]
+
+
+def test_wide_characters_are_not_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of them takes two columns of a terminal."""
+    monkeypatch.setenv("COLUMNS", "22")
+    print_table("", ("class", "%"), [("猫犬馬羊牛", "99.10")])
+    assert "  猫犬馬羊牛   99.10" in _printed(capsys)
+
+
+def test_without_columns_in_the_environment_a_file_is_wide(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    print_table("", ("name", "about"), [("a", "word " * 28)], left=2)
+    assert len(_printed(capsys)) == 5
+
+
 def test_long_lines_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
     print_line("word " * 100)
     assert capsys.readouterr().out == "word " * 100 + "\n"

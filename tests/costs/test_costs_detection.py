@@ -47,7 +47,8 @@ def test_mechanisms_agree(rows: list[DetectionRow]) -> None:
     assert far["Partial Global"].gflops.difference < Decimal("0.03") * far["Partial Global"].gflops.ours
     assert "256 global tokens" in far["Partial Global"].remark
     assert own["ViL"].remark == ""
-    assert agreement(rows) == {"params": {"agree": 17, "of": 17}, "gflops": {"agree": 12, "of": 17}}
+    params, gflops = {"rounded": 16, "truncated": 1, "of": 17}, {"rounded": 10, "truncated": 2, "of": 17}
+    assert agreement(rows) == {"params": params, "gflops": gflops}
     assert own["SRA/64"].remark.startswith("within 0.4%")
 
 
@@ -115,7 +116,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = next(line for line in lines if "ViL-Tiny" in line).split()
     assert tiny[2:8] == ["26.9", "26.855", "=", "145.6", "145.61", "+0.01%"]
     assert any(line.startswith("  ! SRA/64: within 0.4%") for line in lines)
-    assert lines[-1] == "equal to the printed digit: 1 of 2 GFLOPs and 2 of 2 parameter counts"
+    assert lines[-2] == "GFLOPs equal to the printed digits: 1 of 2 if rounded"
+    assert lines[-1] == "parameter counts equal to the printed digits: 2 of 2 if rounded"
 
 
 @pytest.mark.usefixtures("two_entries")
@@ -124,7 +126,7 @@ def test_command_for_programs(capsys: pytest.CaptureFixture[str], monkeypatch: p
     monkeypatch.setattr(DetectorMemoryMeter, "measure", lambda self, detector, backbone, size: 1000 * size[0])
     table_detection(json=True, measure=True, size=(64, 96))
     data = json.loads(capsys.readouterr().out)
-    assert data["summary"]["params"] == {"agree": 2, "of": 2}
+    assert data["summary"]["params"] == {"rounded": 2, "truncated": 0, "of": 2}
     assert data["training_memory"] == {"size": [64, 96], "bytes": {"SRA/64": 64000}}
     tiny = data["rows"][0]
     assert tiny["counted_by_module"].keys() == {"backbone", "pyramid", "proposals", "box head"}

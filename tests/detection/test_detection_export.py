@@ -149,7 +149,7 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     detector, format = request.param
     folder = tmp_path_factory.mktemp("export")
     checkpoint = save_detector(small(detector), folder / "d.safetensors", info={"categories": CATEGORIES})
-    export(str(checkpoint), format=format, size=f"{SIZE[0]}x{SIZE[1]}")
+    export(str(checkpoint), format=format, size=SIZE)
     return checkpoint, folder / f"d.{format}"
 
 
@@ -163,6 +163,7 @@ def test_a_file_in_place_of_the_checkpoint(files: tuple[Path, Path], tmp_path: P
     assert (metadata["kind"], metadata["dynamic"], metadata["size"]) == ("detector", False, list(SIZE))
     assert metadata["padding"] == [0.485, 0.456, 0.406]
     assert metadata["categories"] == CATEGORIES
+    assert (metadata["alpha"], metadata["background"]) == ("composite", [255, 255, 255])
     for size in (SIZE, (2 * SIZE[0], 2 * SIZE[1])):
         picture = image(*size)
         assert_same_objects(detect(detector.model, picture), detect(original.model, picture))

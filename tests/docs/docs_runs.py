@@ -124,6 +124,7 @@ SHORTER: dict[str, str] = {
 
 SHORTER_CODE: dict[str, str] = {
     'train("quickstart", epochs=5)': 'train("quickstart", steps=20)',
+    "fast = torch.compile(model)": 'fast = torch.compile(model, backend="aot_eager")',
 }
 """Parts of Python blocks, and what is run in their place."""
 

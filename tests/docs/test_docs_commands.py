@@ -24,7 +24,7 @@ from vision_longformer.training.recipe import parse_values, resolve
 
 LANGUAGES = {"bash", "python", "yaml", "text"}
 
-AFTER_COMMANDS = {"training.md", "export.md"}
+AFTER_COMMANDS = {"api.md", "training.md", "export.md"}
 """Pages whose Python blocks train, or read what the commands before them write: run with these, as slow tests."""
 
 

@@ -73,7 +73,9 @@ def test_counts_of_the_reproduction_page() -> None:
     page = " ".join((DOCS / "reproduction.md").read_text().split())
     cost = agreement([compare_entry(entry) for entry in paper_entries()])
     detection = agreement([compare_detector(entry) for entry in detection_entries()])
-    counts = "{gflops[agree]} of {gflops[of]} GFLOPs and {params[agree]} of {params[of]} parameter counts"
-    assert f"Equal to the printed digit are {counts.format(**cost)}" in page
-    counts = "{params[agree]} of {params[of]} parameter counts and {gflops[agree]} of {gflops[of]} GFLOPs"
-    assert f"Equal are {counts.format(**detection)}" in page
+    counts = "{gflops[rounded]} of {gflops[of]} GFLOPs and {params[rounded]} of {params[of]} parameter counts are equal"
+    assert f"rounded to the printed digits, {counts.format(**cost)} (mark `=`); " in page
+    assert cost["gflops"]["truncated"] == 0
+    assert "; {params[truncated]} more parameter counts are equal only if ours are truncated".format(**cost) in page
+    more = "{gflops[truncated]} more GFLOPs and {params[truncated]} more parameter count only when truncated"
+    assert f"{counts} when rounded, and {more}".format(**detection) in page

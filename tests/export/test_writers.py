@@ -39,6 +39,8 @@ class Scale(nn.Module):
 def test_metadata_of_a_file() -> None:
     metadata = file_metadata("detector", {"backbone": "vil"}, dynamic=False, size=(2, 3))
     assert metadata == {
+        "alpha": "composite",
+        "background": (255, 255, 255),
         "format": "vision_longformer_export/1",
         "version": __version__,
         "kind": "detector",

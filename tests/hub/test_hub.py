@@ -27,7 +27,7 @@ from vision_longformer.detection import DetectorConfig, build_detector, save_det
 from vision_longformer.errors import CheckpointError
 from vision_longformer.hub import from_pretrained, push_to_hub, save_pretrained
 from vision_longformer.hub.card import nearest_model
-from vision_longformer.training.recipe import to_yaml
+from vision_longformer.training.recipe import resolve, to_yaml
 
 INFO = {
     "preprocessing": {
@@ -38,7 +38,6 @@ INFO = {
         "interpolation": "bilinear",
         "classes": ["boot", "shirt", "bag"],
     },
-    "recipe": "a test",
 }
 
 
@@ -217,6 +216,43 @@ def test_names_of_data(data: str, public: str, name: str, checkpoint: Path, tmp_
     assert card.data.datasets == [name]
     assert f"Trained on `{public}`, split `train`" in card.text
     assert "somebody" not in card.content
+
+
+TINY = "ViL-Tiny; 76.7% in the paper"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, True),
+        ({"data": "/data/imagenet", "workers": 7, "init": "/home/first.safetensors"}, True),
+        ({"epochs": 1}, False),
+        ({"data": "/data/trees"}, False),
+        ({"model_options": {"qkv_bias": False}}, False),
+    ],
+)
+def test_what_a_shipped_recipe_is_about_is_not_said_of_the_model(
+    changes: dict[str, Any], named: bool, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Beside the recipe's name if it ran as it is; not at all if a setting was changed. The results are the run's."""
+    recipe = resolve(ClassificationRecipe, "imagenet1k_tiny", **changes)
+    assert recipe.about == TINY
+    (checkpoint.parent / "recipe.yaml").write_text(to_yaml(recipe))
+    card = (save_pretrained(checkpoint, tmp_path / "folder") / "README.md").read_text()
+    sentence = (
+        f"Trained with recipe `imagenet1k_tiny` (“{TINY}”, which is about the recipe and no result of this model)."
+    )
+    assert (sentence in card) == named
+    assert card.count("in the paper") == named
+    assert "about:" not in card
+    assert "| top1 | 62.25 |" in card
+
+
+def test_what_ones_own_recipe_is_about_is_in_the_card(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint.parent / "recipe.yaml").write_text(to_yaml(ClassificationRecipe(about="Boots of our shop")))
+    card = (save_pretrained(checkpoint, tmp_path / "folder") / "README.md").read_text()
+    assert "\nabout: Boots of our shop\n" in card
+    assert "Trained with recipe" not in card
 
 
 def test_a_card_says_nothing_that_is_not_known(tmp_path: Path) -> None:

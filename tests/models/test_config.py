@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -48,6 +49,25 @@ def model(*stages: StageConfig, **changes: Any) -> ModelConfig:
 def test_bad_stages(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         stage(**changes)
+
+
+@pytest.mark.parametrize("cls", [StageConfig, *cfg.MECHANISMS.values()], ids=lambda cls: cls.__name__)
+def test_every_field_is_documented(cls: type) -> None:
+    """In a list of arguments for a stage, by name elsewhere."""
+    form = "        {}: " if cls is StageConfig else "``{}"
+    assert [field.name for field in fields(cls) if form.format(field.name) not in (cls.__doc__ or "")] == []
+
+
+@pytest.mark.parametrize("mechanism", cfg.MECHANISMS)
+def test_the_mechanisms_documented_with_relative_position_are_those_that_take_it(mechanism: str) -> None:
+    attention = cfg.MECHANISMS[mechanism]()
+    (rule,) = [line for line in StageConfig.__doc__.split("\n    - ") if line.startswith('``position="relative"``')]
+    documented = f":class:`{type(attention).__name__}`" in rule
+    if documented:
+        assert StageConfig(8, 1, 2, 4, attention).position == "relative"
+    else:
+        with pytest.raises(ValueError, match="position='relative' is not defined"):
+            StageConfig(8, 1, 2, 4, attention)
 
 
 def test_a_mechanism_must_be_a_config_object() -> None:

@@ -273,6 +273,23 @@ def test_autocast_computes_in_bfloat16(implementation: str) -> None:
     assert_close(low, expected, TOLERANCES[torch.bfloat16])
 
 
+@pytest.mark.parametrize("name", ["k", "v", "bias", "global_bias"])
+def test_tensors_of_different_dtypes_and_devices(name: str) -> None:
+    """Refused before anything is looked at, even a wrong shape; under autocast, dtypes become alike by themselves."""
+    q, kv = torch.randn(1, 16, 2, 4), torch.randn(1, 18, 2, 4)
+    tensors = {"k": kv, "v": kv, "bias": torch.randn(2, 7, 7), "global_bias": torch.randn(2, 2)}
+    half = {**tensors, name: tensors[name].half()}
+    with pytest.raises(ValueError, match=f"^q is float32 but {name} is float16; convert all to one dtype, or use"):
+        local_attention(q[:, :3], grid=(4, 4), window=2, **half)
+    elsewhere = {**tensors, name: tensors[name].to("meta")}
+    with pytest.raises(ValueError, match=f"^q is on cpu but {name} is on meta; move all to one device$"):
+        local_attention(q[:, :3], grid=(4, 4), window=2, **elsewhere)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert local_attention(q, grid=(4, 4), window=2, **half).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match=f"^q is bfloat16 but {name} is float64; "):
+            local_attention(q, grid=(4, 4), window=2, **{**tensors, name: tensors[name].double()})
+
+
 @pytest.mark.parametrize("implementation", ["auto", *IMPLEMENTATIONS])
 def test_training_works_after_inference_and_fake_runs(implementation: str) -> None:
     """Tables that are kept from call to call belong to no mode: not to inference mode, not to fake tensors."""
@@ -456,7 +473,7 @@ def test_refusals_give_their_reason(implementation: str, case: Case, reason: str
 
 def call(**changes: object) -> Tensor:
     """A legal call with some arguments changed."""
-    arguments = {name: x for name, x in Case(grid=(2, 3)).tensors().items() if name != "weight"}
+    arguments = {name: x for name, x in Case(grid=(2, 3)).tensors(torch.float32).items() if name != "weight"}
     return local_attention(**{**arguments, "grid": (2, 3), "window": 2, **changes})
 
 

@@ -25,6 +25,13 @@ def test_large_scores(scale: float) -> None:
     compare("tiled", Case((9, 8), 3, "exact", dim=8, scale=scale))
 
 
+@pytest.mark.parametrize("grid", [(7, 1), (1, 7), (1, 1)])
+@pytest.mark.parametrize("neighbour", range(1, 9))
+def test_a_neighbour_outside_a_narrow_map(grid: tuple[int, int], neighbour: int) -> None:
+    """No chunk has a neighbour on that side, whose keys would start beyond the end of the map's."""
+    compare("tiled", Case(grid, 4, neighbours=neighbour))
+
+
 def test_empty_batch() -> None:
     compare("tiled", Case(batch=0))
 

@@ -317,6 +317,16 @@ def test_chain_of_files(tmp_path: Path) -> None:
     assert (recipe.epochs, recipe.warmup, recipe.seed, recipe.lr) == (7, 2.0, 3, 8e-4)
 
 
+def test_what_a_base_is_about_does_not_hold_for_the_file(tmp_path: Path) -> None:
+    """Only what the file itself says, or a shipped recipe of itself."""
+    assert _recipe("imagenet1k_tiny").about == "ViL-Tiny; 76.7% in the paper"
+    first = _written(tmp_path, "base: imagenet1k_tiny\nepochs: 5\n", "first.yaml")
+    assert _recipe(first).about == ""
+    _written(tmp_path, "base: first.yaml\nabout: five epochs\n", "second.yaml")
+    assert _recipe(str(tmp_path / "second.yaml")).about == "five epochs"
+    assert _recipe(_written(tmp_path, "base: second.yaml\nlr: 1e-4\n")).about == ""
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert _recipe(_written(tmp_path, "# nothing yet\n")) == ClassificationRecipe()
 

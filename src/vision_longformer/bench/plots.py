@@ -4,6 +4,7 @@ variant; bars where no axis connects the points, as for shapes of models and who
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,12 +18,14 @@ from matplotlib.ticker import AutoLocator, FuncFormatter, LogLocator, NullLocato
 
 from .cases import BATCHED_MATMUL, FULL_ATTENTION, LARGE_MATMUL
 from .results import ALLOCATOR_TEXTS, GroupResult, Result, Row
+from .timing import OUT_OF_TIME
 
 LINE_COLOURS = ("tab:red", "tab:green", "tab:blue", "tab:purple", "tab:orange", "tab:brown", "tab:pink", "tab:olive")
 REFERENCE_STYLES = {FULL_ATTENTION: ("black", "--"), BATCHED_MATMUL: ("grey", ":")}
 SPEED_BARS = (("default", "tab:blue", -0.2), ("kept", "tab:cyan", 0.2))
 """Allocator, colour and offset of the bars of a row."""
 MEMORY_COLOUR, FLOOR_COLOUR = "tab:orange", "0.75"
+MISSING_TEXT, SINGLE_TEXT = "not measured", "timed once"
 
 Value = Callable[[Row], float | None]
 
@@ -37,7 +40,7 @@ def draw(result: Result, stem: Path) -> list[Path]:
         if not any(row.time for row in group.rows):
             continue
         figure = styles[group.style](group)
-        figure.suptitle(f"{textwrap.fill(group.about, 150)}\n{where}", fontsize=9)
+        figure.suptitle("\n".join([textwrap.fill(group.about, 150), where, *_unmeasured(group)]), fontsize=9)
         words = [*([group.bench] if result.what != group.bench else []), *group.name.replace(",", "").split()]
         path = stem.with_name("-".join((stem.name, *dict.fromkeys(words))) + ".png")
         figure.savefig(path, dpi=130)
@@ -59,6 +62,24 @@ def _variants(rows: Sequence[Row]) -> list[str]:
     return [name for name in dict.fromkeys(measured) if name != LARGE_MATMUL]
 
 
+def _unmeasured(group: GroupResult) -> list[str]:
+    """A line about the variants that were not measured anywhere, which therefore are not in the figure."""
+    measured = {row.case.variant for row in group.rows if row.time}
+    words = {row.case.variant: missing_word(row) for row in group.rows if row.case.variant not in measured}
+    texts = [f"{variant} ({word})" for variant, word in words.items()]
+    return [textwrap.fill(f"not measured: {', '.join(texts)}", 150)] if texts else []
+
+
+def missing_word(row: Row) -> str:
+    """Why a value of a row is missing, in a word or two; the table has the whole sentence."""
+    reasons = " ".join(row.reasons)
+    if OUT_OF_TIME in reasons:
+        return "no time"
+    if re.search(r"\bmemory\b|\d GB\b", reasons):
+        return "out of memory"
+    return "refused" if reasons else "—"
+
+
 # Lines
 
 
@@ -72,10 +93,11 @@ def _draw_lines(group: GroupResult) -> Figure:
                 axes.sharey(row[0])
             _plot_variants(axes, group, mode, partial(_milliseconds, allocator=allocator))
             _shade_quartiles(axes, group, mode, allocator)
-            _finish_lines(axes, group, f"{mode}: ms, {ALLOCATOR_TEXTS[allocator]}")
+            _mark_single(axes, group, mode, partial(_milliseconds, allocator=allocator), allocator)
+            _finish_lines(axes, group, f"{mode}: ms, {ALLOCATOR_TEXTS[allocator]}", "ms")
         _plot_variants(row[-1], group, mode, partial(_megabytes, parts=("extra",)))
         _plot_floor(row[-1], group, mode, partial(_megabytes, parts=("inputs", "outputs")))
-        _finish_lines(row[-1], group, f"{mode}: extra memory in MB")
+        _finish_lines(row[-1], group, f"{mode}: extra memory in MB", "MB")
     _line_legend(figure, panels)
     return figure
 
@@ -85,17 +107,18 @@ def _draw_per_token(group: GroupResult) -> Figure:
     figure, panels = _line_panels(_modes(group), 3)
     for mode, (absolute, relative, memory) in zip(_modes(group), panels, strict=True):
         _plot_variants(absolute, group, mode, _nanoseconds_per_token)
-        _finish_lines(absolute, group, f"{mode}: ns per token, default allocator")
+        _mark_single(absolute, group, mode, _nanoseconds_per_token, "default")
+        _finish_lines(absolute, group, f"{mode}: ns per token, default allocator", "ns per token")
         for allocator, style in zip(_allocators(group), ("-", "--"), strict=False):
             _plot_variants(relative, group, mode, partial(_relative_time, allocator=allocator), style)
         relative.axhspan(0.85, 1.15, color="0.9", zorder=0)
-        _finish_lines(relative, group, f"{mode}: time per token, relative (dashed: memory kept)")
+        _finish_lines(relative, group, f"{mode}: time per token, relative (dashed: memory kept)", "times the baseline")
         relative.set_yscale("linear")
         relative.yaxis.set_major_locator(AutoLocator())
         relative.set_ylim(0, max(2.0, relative.get_ylim()[1]))
         _plot_variants(memory, group, mode, partial(_bytes_per_token, parts=("extra",)))
         _plot_floor(memory, group, mode, partial(_bytes_per_token, parts=("inputs", "outputs")))
-        _finish_lines(memory, group, f"{mode}: extra bytes per token")
+        _finish_lines(memory, group, f"{mode}: extra bytes per token", "bytes per token")
     _line_legend(figure, panels)
     return figure
 
@@ -127,15 +150,38 @@ def _line_panels(modes: Sequence[str], columns: int) -> tuple[Figure, Any]:
 
 
 def _plot_variants(axes: Axes, group: GroupResult, mode: str, value: Value, style: str | None = None) -> None:
-    """A line for each variant through the points where it was measured."""
+    """A line for each variant through the points where it was measured, and a mark at the bottom where it was not."""
     for variant in _variants(group.rows):
         points = _points(group, mode, variant, value)
+        if style != "--":
+            _mark_missing(axes, group, mode, variant, value)
         if not points:
             continue
         sides, values = zip(*points, strict=True)
         colour, own_style = _line_style(group, variant)
         label = None if style == "--" else variant
         axes.plot(sides, values, color=colour, linestyle=style or own_style, marker="o", ms=3, label=label)
+
+
+def _mark_missing(axes: Axes, group: GroupResult, mode: str, variant: str, value: Value) -> None:
+    """A hollow square with the reason, in the variant's colour and at its own height above the axis."""
+    colour, _ = _line_style(group, variant)
+    height = 0.03 + 0.05 * _variants(group.rows).index(variant)
+    for row in group.rows:
+        if (row.case.mode, row.case.variant) == (mode, variant) and not value(row):
+            bottom = axes.get_xaxis_transform()
+            axes.plot([_side(row)], [height], "s", ms=4, mfc="none", mec=colour, transform=bottom, label=MISSING_TEXT)
+            axes.text(_side(row), height, f"{missing_word(row)}  ", fontsize=5, ha="right", va="center",
+                      color=colour, transform=bottom)  # fmt: skip
+
+
+def _mark_single(axes: Axes, group: GroupResult, mode: str, value: Value, allocator: str) -> None:
+    """A ring around what was timed once, of which no spread is known."""
+    single = [row for row in group.rows if row.case.mode == mode and row.time.get(allocator, {}).get("rounds") == 1]
+    points = [(_side(row), value(row)) for row in single if row.case.variant in _variants(group.rows)]
+    if points:
+        sides, values = zip(*points, strict=True)
+        axes.plot(sides, values, "D", ms=7, mfc="none", mec="black", mew=0.6, label=SINGLE_TEXT)
 
 
 def _shade_quartiles(axes: Axes, group: GroupResult, mode: str, allocator: str) -> None:
@@ -175,8 +221,9 @@ def _line_style(group: GroupResult, variant: str) -> tuple[str, str]:
     return LINE_COLOURS[index % len(LINE_COLOURS)], "-" if index < len(LINE_COLOURS) else "--"
 
 
-def _finish_lines(axes: Axes, group: GroupResult, title: str) -> None:
+def _finish_lines(axes: Axes, group: GroupResult, title: str, unit: str) -> None:
     """Title and logarithmic axes, the sizes of the maps below."""
+    axes.set_ylabel(unit, fontsize=8)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_title(title, fontsize=9)
@@ -198,6 +245,7 @@ def _line_legend(figure: Figure, panels: Any) -> None:
     entries: dict[str, Any] = {}
     for axes in panels.flat:
         entries |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    entries |= {label: entries.pop(label) for label in (SINGLE_TEXT, MISSING_TEXT) if label in entries}  # to the end
     columns = min(6, len(entries))
     figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=columns, fontsize=8)
 
@@ -208,7 +256,8 @@ def _line_legend(figure: Figure, panels: Any) -> None:
 def _draw_bars(group: GroupResult) -> Figure:
     """A row of panels per point: for each mode the speed with each allocator, and the memory."""
     points, modes = list(dict.fromkeys(row.case.point for row in group.rows)), _modes(group)
-    variants = {point: _variants([row for row in group.rows if row.case.point == point]) for point in points}
+    asked = {(row.case.point, row.case.variant) for row in group.rows}
+    variants = {point: [name for name in _variants(group.rows) if (point, name) in asked] for point in points}
     heights = [0.32 * len(variants[point]) + 0.9 for point in points]
     figure = Figure(figsize=(2.4 + 5.6 * len(modes), sum(heights) + 1.1), layout="constrained")
     ratios = {"height_ratios": heights}
@@ -221,8 +270,8 @@ def _draw_bars(group: GroupResult) -> Figure:
             _memory_bars(memory, rows, group)
             speed.set_title(f"{point}\n{mode}: {speed_text}", fontsize=8)
             memory.set_title(f"{point}\n{mode}: {memory_text}", fontsize=8)
-        for axes in point_panels:
-            _finish_bars(axes, variants[point])
+        _finish_bars(point_panels[::2], variants[point], "images/s" if _images(group) else "ms")
+        _finish_bars(point_panels[1::2], variants[point], "MB")
     entries = [axes.get_legend_handles_labels() for axes in panels[0][:2]]
     handles, labels = ([item for entry in entries for item in entry[index]] for index in (0, 1))
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
@@ -237,7 +286,9 @@ def _speed_bars(axes: Axes, rows: list[Row | None], group: GroupResult) -> None:
     for allocator, colour, offset in SPEED_BARS:
         values = [_speed(row, allocator, group) for row in rows]
         if any(values):
-            _bars(axes, values, offset, 0.38, colour, ALLOCATOR_TEXTS[allocator])
+            single = [bool(row) and row.time.get(allocator, {}).get("rounds") == 1 for row in rows]
+            notes = [missing_word(row) if row else "—" for row in rows]
+            _bars(axes, values, offset, 0.38, colour, ALLOCATOR_TEXTS[allocator], notes, single)
 
 
 def _speed(row: Row | None, allocator: str, group: GroupResult) -> float:
@@ -253,30 +304,43 @@ def _memory_bars(axes: Axes, rows: list[Row | None], group: GroupResult) -> None
     images = _images(group)
     values = [(m["extra"] + (m["inputs"] if images else 0)) / 1e6 for m in memory]
     floors = [(m["inputs"] + (0 if images else m["outputs"])) / 1e6 for m in memory]
-    _bars(axes, values, -0.1, 0.5, MEMORY_COLOUR, "memory")
+    notes = ["" if row and row.memory else missing_word(row) if row else "—" for row in rows]
+    _bars(axes, values, -0.1, 0.5, MEMORY_COLOUR, "memory", notes, [False] * len(rows))
     label = "weights and images" if images else "inputs + outputs"
     axes.barh([index + 0.27 for index in range(len(rows))], floors, 0.2, color=FLOOR_COLOUR, label=label)
 
 
-def _bars(axes: Axes, values: list[float], offset: float, height: float, colour: str, label: str) -> None:
-    """Bars with their values at the end."""
+def _bars(
+    axes: Axes, values: list[float], offset: float, height: float, colour: str, label: str, notes: list[str],
+    single: list[bool],
+) -> None:  # fmt: skip
+    """Bars with their values at the end; in place of a missing one its note."""
     bars = axes.barh([index + offset for index in range(len(values))], values, height, color=colour, label=label)
     texts = [(f"{value:.0f}" if value >= 100 else f"{value:.3g}") if value else "" for value in values]
-    axes.bar_label(bars, texts, fontsize=6, padding=2)
+    axes.bar_label(
+        bars, [text + " (once)" * one for text, one in zip(texts, single, strict=True)], fontsize=6, padding=2
+    )
+    for index, (value, note) in enumerate(zip(values, notes, strict=True)):
+        if not value:
+            left = axes.get_yaxis_transform()
+            axes.text(0.01, index + offset, note, fontsize=6, va="center", color=colour, transform=left)
 
 
-def _finish_bars(axes: Axes, variants: list[str]) -> None:
-    """Names, and a logarithmic axis where the shortest bars would vanish beside the longest."""
-    axes.set_yticks(range(len(variants)), variants, fontsize=7)
-    axes.set_ylim(len(variants) - 0.4, -0.6)
-    lengths = [bar.get_width() for bar in axes.patches if isinstance(bar, Rectangle) and bar.get_width() > 0]
-    if lengths and max(lengths) > 40 * min(lengths):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlim(min(lengths) / 3, 4 * max(lengths))
-    elif lengths:
-        axes.set_xlim(0, 1.2 * max(lengths))
-    axes.tick_params(axis="x", labelsize=6)
-    axes.grid(True, axis="x", alpha=0.3, linewidth=0.5)
+def _finish_bars(panels: Sequence[Axes], variants: list[str], unit: str) -> None:
+    """Names, and the same axis in all panels: logarithmic where the shortest bars would vanish beside the longest."""
+    patches = [patch for axes in panels for patch in axes.patches]
+    lengths = [bar.get_width() for bar in patches if isinstance(bar, Rectangle) and bar.get_width() > 0]
+    for axes in panels:
+        axes.set_yticks(range(len(variants)), variants, fontsize=7)
+        axes.set_ylim(len(variants) - 0.4, -0.6)
+        axes.set_xlabel(unit, fontsize=7)
+        if lengths and max(lengths) > 40 * min(lengths):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.set_xlim(min(lengths) / 3, 4 * max(lengths))
+        elif lengths:
+            axes.set_xlim(0, 1.35 * max(lengths))
+        axes.tick_params(axis="x", labelsize=6)
+        axes.grid(True, axis="x", alpha=0.3, linewidth=0.5)

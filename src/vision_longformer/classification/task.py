@@ -119,7 +119,7 @@ class ClassificationTask(TrainingTask):
         if self.accelerator.is_main_process:
             whole = VisionLongformer(self.model.config)
             whole.load_state_dict(state)
-            info = {"preprocessing": self.preprocessing.to_dict(), "recipe": self.recipe.about}
+            info = {"preprocessing": self.preprocessing.to_dict()}
             save(whole, path, info=info, overwrite=True)
 
     def draw(self, folder: Path) -> None:

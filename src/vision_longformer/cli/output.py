@@ -8,32 +8,81 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 Item = TypeVar("Item")
 
 PIPE_WIDTH = 160
-"""Columns of output that goes into a file, where nothing should wrap."""
+"""Columns of output that goes into a file, unless the environment's COLUMNS says otherwise."""
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> None:
-    """A table whose first ``left`` columns are text and whose others are numbers."""
+    """A table whose first ``left`` columns are text and whose others are numbers.
+
+    Where it is too wide, cells wrap between words; a word, such as the name of a model, is never cut. Where not even
+    single words fit beside one another, each row becomes a paragraph.
+    """
+    console, cells = _console(), [[str(cell) for cell in row] for row in rows]
+    if title:
+        print_line(title)
+    for gap in (WIDE_GAP, NARROW_GAP):
+        widths = _column_widths([columns, *cells], console.width - TABLE_MARGIN - gap * (len(columns) - 1))
+        if widths is not None and (gap == NARROW_GAP or widths == _natural_widths([columns, *cells])):
+            console.print(_table(columns, cells, widths, left, gap))
+            return
+    console.print("\n" + "\n".join(_paragraph(columns, row, console.width) for row in cells) + "\n", soft_wrap=True)
+
+
+TABLE_MARGIN, WIDE_GAP, NARROW_GAP = 4, 3, 2
+"""Blanks beside a table and between its columns, which are nearer if cells have to wrap."""
+
+
+def _natural_widths(lines: Sequence[Sequence[str]]) -> list[int]:
+    from rich.cells import cell_len
+
+    return [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+
+
+def _column_widths(lines: Sequence[Sequence[str]], available: int) -> list[int] | None:
+    """Widths that sum to ``available`` at most, the widest columns made narrower; None if words would be cut."""
+    widths = _natural_widths(lines)
+    least = _natural_widths([[max(cell.split() or [""], key=len) for cell in line] for line in lines])
+    while sum(widths) > available:
+        wider = [index for index, width in enumerate(widths) if width > least[index]]
+        if not wider:
+            return None
+        widths[max(wider, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], left: int, gap: int) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, show_header=any(columns))
-    for index, name in enumerate(columns):
-        table.add_column(Text(name), justify="left" if index < left else "right")
+    table = Table(box=SIMPLE_HEAD, show_header=any(columns), padding=(0, 1, 0, gap - NARROW_GAP))
+    for index, (name, width) in enumerate(zip(columns, widths, strict=True)):
+        table.add_column(Text(name), justify="left" if index < left else "right", width=width)
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    _console().print(table)
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _paragraph(columns: Sequence[str], row: Sequence[str], width: int) -> str:
+    """The first cell, and below it the others, each after the name of its column."""
+    pairs = zip(columns[1:], row[1:], strict=True)
+    text = "; ".join(f"{name}: {cell}" if name else cell for name, cell in pairs if cell)
+    lines = textwrap.wrap(text, max(1, width - 4), break_long_words=False, break_on_hyphens=False)
+    return "\n".join([f"  {row[0]}", *(f"    {line}" for line in lines)])
 
 
 def print_line(text: str) -> None:
@@ -45,7 +94,7 @@ def _console() -> Console:
     """The terminal; text is printed as it is, without markup or guessed colours."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else PIPE_WIDTH
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 

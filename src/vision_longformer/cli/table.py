@@ -28,12 +28,18 @@ DETECTION_CONVENTION = (
     "without\nthe mask head and almost without local attention; ours: what our detector has and executes"
 )
 
+MARKS = {
+    "=": "rounds to the printed digits",
+    "t": "gives the printed digits only if truncated instead of rounded",
+    "!": "differs, with the reason below the table",
+}
+"""What is said of our value by the mark beside it."""
+
 
 def table_cost(*, json: bool = False, csv: bool = False) -> None:
     """Print the paper's tables of parameters and GFLOPs beside our values.
 
-    The paper's GFLOPs are 10⁹ multiply-accumulates. Marks: '=' equal to the printed digits after rounding, 't' after
-    truncation, '!' different, with the reason below the table.
+    The paper's GFLOPs are 10⁹ multiply-accumulates. What the marks mean is printed below the tables.
 
     Args:
         json: print JSON.
@@ -58,8 +64,7 @@ def table_detection(*, json: bool = False, measure: bool = False, size: Size = (
 
     'counted' is in the paper's convention: the GFLOPs leave out most of the local attention and the mask head, the
     parameters are those with absolute position and with the classifier. 'ours' is what our detector has and executes
-    on an image of 800×1333, with 1,000 regions and 100 masks. Marks: '=' equal to the printed digits after rounding,
-    't' after truncation, '!' different, with the reason below the table.
+    on an image of 800×1333, with 1,000 regions and 100 masks. What the marks mean is printed below the tables.
 
     Args:
         json: print JSON.
@@ -98,12 +103,16 @@ def _print_tables(
 
 
 def _print_agreement(rows: Sequence[CostRow]) -> None:
+    """What the marks mean, and how many values have which."""
     from ..costs.paper_tables import agreement
 
+    for mark, meaning in MARKS.items():
+        print_line(f"{mark}  ours {meaning}")
     summary = agreement(rows)
-    gflops, params = summary["gflops"], summary["params"]
-    counts = f"{gflops['agree']} of {gflops['of']} GFLOPs and {params['agree']} of {params['of']} parameter counts"
-    print_line(f"equal to the printed digit: {counts}")
+    for name, words in (("gflops", "GFLOPs"), ("params", "parameter counts")):
+        counts = summary[name]
+        only = f"; {counts['truncated']} more only if truncated" if counts["truncated"] else ""
+        print_line(f"{words} equal to the printed digits: {counts['rounded']} of {counts['of']} if rounded{only}")
 
 
 def _cost_cells(row: CostRow) -> list[str]:

@@ -6,6 +6,7 @@ digits says how far they can be compared.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
@@ -229,9 +230,10 @@ def compare(paper: str, ours: Decimal) -> Comparison:
 
 
 def agreement(rows: Iterable[CostRow]) -> dict[str, dict[str, int]]:
-    """How many parameter counts and GFLOPs agree, and of how many."""
+    """How many parameter counts and GFLOPs are equal when rounded, how many only when truncated, and of how many."""
     rows = list(rows)
+    counts = {"params": Counter(row.params.mark for row in rows), "gflops": Counter(row.gflops.mark for row in rows)}
     return {
-        "params": {"agree": sum(row.params.agrees for row in rows), "of": len(rows)},
-        "gflops": {"agree": sum(row.gflops.agrees for row in rows), "of": len(rows)},
+        name: {"rounded": marks[ROUNDED], "truncated": marks[TRUNCATED], "of": len(rows)}
+        for name, marks in counts.items()
     }

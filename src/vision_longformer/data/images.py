@@ -14,6 +14,9 @@ from PIL import Image, ImageOps
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 """Files that folders, archives and shards are searched for; of an animation, the first frame counts."""
 
+BACKGROUND = (255, 255, 255)
+"""What is seen through transparent pixels: white."""
+
 MAX_PIXELS = 178_956_970
 """Pixels of the largest image that is decoded (half a gigabyte of colour); larger ones are refused as attacks."""
 
@@ -73,7 +76,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         image = _to_8_bits(image)
     if image.has_transparency_data:
         colours = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), colours).convert("RGB")
+        return Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), colours).convert("RGB")
     return image.convert("RGB")
 
 

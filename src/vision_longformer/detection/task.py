@@ -96,7 +96,7 @@ class DetectionTask(TrainingTask):
             whole = build_detector(self.recipe.detector_config(len(self.train_set.categories)))
             whole.load_state_dict(state)
             categories = [category._asdict() for category in self.train_set.categories]
-            save_detector(whole, path, info={"categories": categories, "recipe": self.recipe.about}, overwrite=True)
+            save_detector(whole, path, info={"categories": categories}, overwrite=True)
 
     def draw(self, folder: Path) -> None:
         """A page of evaluation images with the detections of the best detector."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as symbolic
 
+from ..data.images import BACKGROUND
 from ..errors import CheckpointError
 
 FORMAT = "vision_longformer_export/1"
@@ -91,11 +92,13 @@ def file_metadata(model_type: str, config: Mapping[str, Any], *, dynamic: bool, 
     """What a file says about itself: JSON values by name, the same in both formats.
 
     Every file has ``format``, ``version`` (of this package), ``kind`` (``model_type``: "classifier", "backbone" or
-    "detector"), ``config`` (of the model) and ``dynamic`` (whether it takes images of any size). ``details`` are the
-    task's own.
+    "detector"), ``config`` (of the model), ``dynamic`` (whether it takes images of any size), ``alpha`` ("composite":
+    transparent pixels are composed with what is behind them) and ``background`` (what that is, in RGB). ``details`` are
+    the task's own.
     """
     common = {"format": FORMAT, "version": version("vision-longformer"), "kind": model_type, "dynamic": dynamic}
-    return {**common, "config": dict(config), **details}
+    transparency = {"alpha": "composite", "background": BACKGROUND}
+    return {**common, "config": dict(config), **transparency, **details}
 
 
 def encode_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from ..costs import count_parameters, paper_macs
 from ..models.config import ModelConfig
 from ..models.timm_registry import data_config
 from ..models.zoo import MODELS
-from ..training.recipe import resolve, to_yaml
+from ..training.recipe import recipe_names, resolve, to_yaml
 from ..training.run_directory import ENVIRONMENT, RECIPE, RunDirectory
 from ..training.task import TrainingTask
 
@@ -85,8 +85,12 @@ def _usage(model: ModelFacts) -> str:
 
 def _training(run: RunFacts) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in run.packages.items())
+    shipped = ""
+    if run.shipped is not None:
+        name, about = run.shipped
+        shipped = f"Trained with recipe `{name}` (“{about}”, which is about the recipe and no result of this model). "
     return (
-        f"## Data and recipe\n\nTrained on `{run.data}`, split `{run.train_split}`, with {packages}. "
+        f"## Data and recipe\n\n{shipped}Trained on `{run.data}`, split `{run.train_split}`, with {packages}. "
         f"What the recipe changes of the defaults:\n\n```yaml\n{run.recipe.rstrip()}\n```"
     )
 
@@ -228,13 +232,15 @@ def model_args(name: str, config: ModelConfig) -> dict[str, Any]:
 class RunFacts:
     """What a run directory says about a checkpoint in it.
 
-    ``recipe`` is the YAML of what differs from the defaults; ``evaluation`` is empty if none is known to belong.
+    ``recipe`` is the YAML of what differs from the defaults; ``shipped`` the name of the shipped recipe that it is and
+    what that is about, None if it is another; ``evaluation`` is empty if none is known to belong.
     """
 
     data: str
     train_split: str
     eval_split: str
     recipe: str
+    shipped: tuple[str, str] | None
     packages: dict[str, str]
     evaluation: dict[str, float]
 
@@ -247,10 +253,30 @@ def run_facts(checkpoint: Path, format: str) -> RunFacts | None:
     task = _task_type(format)
     recipe: Any = resolve(task.recipe_type, str(folder / RECIPE))
     data = _public(recipe.data)
-    yaml = to_yaml(replace(recipe, data=data, init=recipe.init and _public(recipe.init)), changed_only=True)
+    about, shipped = _about(recipe)
+    yaml = to_yaml(
+        replace(recipe, about=about, data=data, init=recipe.init and _public(recipe.init)), changed_only=True
+    )
     packages = json.loads((folder / ENVIRONMENT).read_text())["packages"]
     evaluation = _run_evaluation(RunDirectory(folder), checkpoint.stem, task.best_metric)
-    return RunFacts(data, recipe.train_split, recipe.eval_split, yaml, packages, evaluation)
+    return RunFacts(data, recipe.train_split, recipe.eval_split, yaml, shipped, packages, evaluation)
+
+
+ABOUT_THE_PLACE = ("init", "workers", "checkpoint_minutes", "log_every")
+"""Settings that may differ from those of a recipe without making another one of it; data may be in another folder."""
+
+
+def _about(recipe: Any) -> tuple[str, tuple[str, str] | None]:
+    """What a run is about in its user's own words, and the name of the shipped recipe that it followed, with its words.
+
+    The words of a shipped recipe are not those of a run that has changed any of its settings.
+    """
+    recipes = {name: resolve(type(recipe), name) for name in recipe_names(type(recipe))}
+    own = replace(recipe, data=_public(recipe.data))
+    for name, shipped in recipes.items():
+        if replace(shipped, **{key: getattr(recipe, key) for key in ABOUT_THE_PLACE}) == own:
+            return "", (name, shipped.about)
+    return "" if recipe.about in {shipped.about for shipped in recipes.values()} else recipe.about, None
 
 
 def _task_type(format: str) -> type[TrainingTask]:

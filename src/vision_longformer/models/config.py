@@ -69,6 +69,7 @@ class Longformer(AttentionConfig):
 class GlobalMemory(AttentionConfig):
     """Local tokens attend to the global tokens only; global tokens attend to all.
 
+    ``share_weights`` uses the same projections for global and local tokens.
     ``bias_local_queries=False`` leaves the relative bias out of the local→global scores, as the release does.
     """
 
@@ -80,7 +81,7 @@ class GlobalMemory(AttentionConfig):
 
 @dataclass(frozen=True)
 class Linformer(AttentionConfig):
-    """Keys and values projected along the sequence to ``features`` positions."""
+    """Keys and values projected along the sequence to ``features`` positions, by one projection if ``share_kv``."""
 
     mechanism = "linformer"
     features: int = 256
@@ -109,8 +110,10 @@ STABILISERS = ("image", "batch")
 class Performer(AttentionConfig):
     """Softmax attention approximated by ``features`` random features (FAVOR+).
 
-    ``features=None`` takes ``int(head_dim * ln(head_dim))``. The stabiliser of the keys is taken per ``"image"`` (the
-    result of an image does not depend on its batch) or over the whole ``"batch"``, as the release does.
+    ``features=None`` takes ``int(head_dim * ln(head_dim))``. ``kernel`` is ``"softmax"``, or in its place ``"relu"`` (a
+    random projection, then ReLU) or ``"linear"`` (no random features at all). The ``stabiliser`` of the keys is taken
+    per ``"image"`` (the result of an image does not depend on its batch) or over the whole ``"batch"``, as the release
+    does.
     """
 
     mechanism = "performer"
@@ -136,7 +139,33 @@ MECHANISMS: dict[str, type[AttentionConfig]] = {
 
 @dataclass(frozen=True)
 class StageConfig:
-    """One E-ViT stage: ``patch``-fold reduction to ``dim`` channels, then ``depth`` blocks of ``attention``."""
+    """One E-ViT stage: a patch embedding, then ``depth`` blocks of one attention mechanism.
+
+    What goes with what:
+
+    - ``dim`` is a multiple of ``heads``, and even with ``position="absolute"``.
+    - ``position="relative"`` needs a mechanism with a relative bias: :class:`Full`, :class:`Longformer` or
+      :class:`GlobalMemory`. The others take ``"absolute"``, ``"absolute_1d"`` or ``"none"``.
+    - :class:`GlobalMemory` needs ``global_tokens`` of at least 1; so does the last stage of a model with
+      ``global_pool="token"``.
+    - A model with ``carry_global_tokens`` needs the same ``global_tokens`` in every stage.
+    - The window and its rule are fields of :class:`Longformer`, the only mechanism that the model's ``neighbours``
+      concerns.
+    - :class:`Linformer` is made for one number of tokens: its model takes no given tokens.
+
+    Args:
+        dim: channels of the tokens; the map that the stage hands on has as many.
+        depth: number of blocks.
+        heads: attention heads of each block, with ``dim / heads`` channels each.
+        patch: by how much the embedding reduces height and width of the image or of the map before; 1 keeps them.
+        attention: the mechanism of all blocks, a configuration object of its own: one of the six.
+        global_tokens: learned tokens beside the map. In :class:`Longformer` and :class:`GlobalMemory` all tokens attend
+            to them and they attend to all; in :class:`SpatialReduction` their keys are not reduced; elsewhere they are
+            tokens like others.
+        position: ``"relative"``, a learned bias of the scores by offset; ``"absolute"``, learned embeddings of rows and
+            columns, each in half of the channels; ``"absolute_1d"``, one embedding for each token of the map;
+            ``"none"``.
+    """
 
     dim: int
     depth: int

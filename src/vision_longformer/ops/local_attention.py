@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -63,7 +63,8 @@ def local_attention(
     A query sees the G global keys and those local keys that ``rule`` admits (see
     :data:`~vision_longformer.geometry.RULES`) among its own chunk of ``window``×``window`` tokens and its neighbours:
     ``"all"`` eight, none (``"self"``), or one of 1..8, a number or a 0-dimensional integer tensor. Its scores are
-    ``scale * q·k`` plus a bias that depends on the relative offset, or on the global key.
+    ``scale * q·k`` plus a bias that depends on the relative offset, or on the global key. All tensors have one device
+    and one dtype, to which autocast brings them where it is enabled.
 
     Args:
         q: queries of the local tokens, (B, N, heads, dim), N = height × width, row by row.
@@ -79,13 +80,14 @@ def local_attention(
         (B, N, heads, dim).
     """
     grid = Grid(*grid)
+    _check_alike(q, {"k": k, "v": v, "bias": bias, "global_bias": global_bias})
     _check_tensors(q, k, v, grid, window, bias, global_bias)
     neighbour_mode, neighbour = _read_neighbours(neighbours, q.device)
     steps = _read_dilation(dilation, rule, neighbour_mode, q.shape[2])
-    q, k, v = _autocast(q), _autocast(k), _autocast(v)
-    bias, global_bias = (None if x is None else x.to(q.dtype) for x in (bias, global_bias))
+    dtype = _autocast_dtype(q)
+    bias, global_bias = (None if x is None else x.to(dtype) for x in (bias, global_bias))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    inputs = Inputs(q, k, v, bias, global_bias, neighbour)
+    inputs = Inputs(q.to(dtype), k.to(dtype), v.to(dtype), bias, global_bias, neighbour)
     return _attend(inputs, LocalSpec(grid, window, rule, neighbour_mode, steps, scale), implementation)
 
 
@@ -154,12 +156,24 @@ def _read_dilation(dilation: int | Sequence[int], rule: str, neighbour_mode: str
     return steps[0] if len(set(steps)) == 1 else steps
 
 
-def _autocast(x: Tensor) -> Tensor:
-    """What a matrix product would do to its inputs under autocast, done once for all implementations."""
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product would bring its input to under autocast, done here once for all implementations."""
     device = x.device.type
     if x.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return x.to(torch.get_autocast_dtype(device))
-    return x
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def _check_alike(q: Tensor, others: Mapping[str, Tensor | None]) -> None:
+    for name, tensor in others.items():
+        if tensor is None:
+            continue
+        if tensor.device != q.device:
+            raise ValueError(f"q is on {q.device} but {name} is on {tensor.device}; move all to one device")
+        dtypes = _autocast_dtype(q), _autocast_dtype(tensor)
+        if dtypes[0] != dtypes[1]:
+            mine, other = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise ValueError(f"q is {mine} but {name} is {other}; convert all to one dtype, or use torch.autocast")
 
 
 def _check_tensors(

@@ -233,7 +233,7 @@ def load_recipe(recipe_type: type[BackboneSettings], name_or_path: str) -> dict[
     """What a recipe changes of the defaults, by key: a shipped one by name, or a ``.yaml`` file.
 
     A file may start from another by ``base: NAME``, or by a path as seen from its own folder. A key of the file
-    replaces that of its base as a whole, ``model_options`` too.
+    replaces that of its base as a whole, ``model_options`` too. What a base is ``about`` does not hold for the file.
     """
     values: dict[str, Any] = {}
     chain: list[str] = []
@@ -244,6 +244,8 @@ def load_recipe(recipe_type: type[BackboneSettings], name_or_path: str) -> dict[
             raise ValueError(f"recipe {' → '.join(chain)} has itself for its base; a chain of bases must end")
         delta = _delta(recipe_type, following)
         base = delta.pop(BASE, None)
+        if len(chain) > 1:
+            delta.pop("about", None)
         values = override(delta, values)
         following = None if base is None else _beside(following, base)
     return values

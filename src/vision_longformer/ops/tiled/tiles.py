@@ -99,7 +99,7 @@ class RowClass(NamedTuple):
                 pieces = []
                 for (rows, columns), size in zip(chunks.pieces(), chunks.key_counts(), strict=True):
                     tall = len(rows.counts)
-                    start = (columns.start + shift) * tall
+                    start = (columns.start + shift) * tall if size else 0  # a piece without keys is outside the map
                     pieces.append(PieceSlice(key_rows.index((rows.start, tall)), start, size))
                 yield index, pieces
 
