@@ -96,7 +96,7 @@ def test_retinanet_learns_without_masks(coco: Path, tmp_path: Path) -> None:
     result = train("quickstart", output=tmp_path / "run", **settings(coco, **changes, epochs=1))
     record = RunDirectory(result.run).records()[0]
     assert record["loss"] == pytest.approx(record["classification"] + record["bbox_regression"], rel=1e-4)
-    assert "mask_AP" not in result.results
+    assert "mask_AP" not in result.best
 
 
 def test_run_directories_are_apart_from_those_of_classifiers(

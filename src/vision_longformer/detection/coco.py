@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..data.images import decode_image
 from ..data.loading import DataError, Progress
-from ..data.sources import check_unsplit, split_names
+from ..data.sources import EVALUATION, TRAINING, check_unsplit, split_names
 from .detections import Category, Target
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ YEARS = ("2017", "2014")
 """What follows the names of splits in COCO's own releases."""
 
 SPLITS = ("train", "validation")
-UNDIVIDED = "annotations.json"
+UNDIVIDED, ROBOFLOW = "annotations.json", "_annotations.coco.json"
 
 TOLERANCE = 1.0
 """Pixels by which a box or an outline may leave its image; COCO's own do by rounding, and are cut."""
@@ -69,6 +69,7 @@ class CocoData:
         self._with_objects = [
             index for index, image_id in enumerate(inspection.images) if not all(map(_is_crowd, of_image[image_id]))
         ]
+        self.names = tuple(str(image["file_name"]) for image in inspection.images.values())
         self._records = [pickle.dumps((image, of_image[image_id])) for image_id, image in inspection.images.items()]
         self._files = files._replace(content={})
 
@@ -77,6 +78,13 @@ class CocoData:
 
     def with_objects(self) -> Sequence[int]:
         return self._with_objects
+
+    def shapes(self, index: int) -> tuple[int, int, np.ndarray, list[int]]:
+        record, annotations = pickle.loads(self._records[index])
+        single = [one for one in annotations if not _is_crowd(one)]
+        boxes = np.array([one["bbox"] for one in single], dtype=float).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        return record["width"], record["height"], boxes, [self._labels[one["category_id"]] for one in single]
 
     def read(self, index: int, seed: int | None = None) -> tuple[Image.Image, Target]:
         record, annotations = pickle.loads(self._records[index])
@@ -159,7 +167,7 @@ def check_coco(data: str | Path, split: str | None = None, progress: Progress | 
 
 def _annotated_splits(data: Path) -> tuple[str, ...]:
     """The splits that have annotations of their own; undivided data is for training."""
-    return tuple(split for split in SPLITS if _split_file(data, split)) or SPLITS[:1]
+    return tuple(split for split in SPLITS if split_file(data, split)) or SPLITS[:1]
 
 
 def _file_problems(files: CocoFiles, records: Collection[Record], progress: Progress | None) -> Iterator[Problem]:
@@ -205,8 +213,9 @@ class CocoFiles(NamedTuple):
 def open_coco(data: Path, split: str) -> CocoFiles:
     """The annotations of a split, and the folder of its images.
 
-    Annotations are ``annotations/instances_<split>.json``, ``<split>.json`` or ``<split>/annotations.json``; a file
-    ``annotations.json``, or a .json file given as ``data``, has no splits, and is for training unless asked otherwise.
+    Annotations are ``annotations/instances_<split>.json``, ``<split>.json``, ``<split>/annotations.json`` or
+    ``<split>/_annotations.coco.json``. A file ``annotations.json``, the only .json file of the folder or of its folder
+    ``annotations``, or a .json file given as ``data`` has no splits, and is for training unless asked otherwise.
     """
     annotations = _annotation_file(data, split)
     content = _content(annotations)
@@ -218,31 +227,68 @@ def _annotation_file(data: Path, split: str) -> Path:
     if data.is_file():
         check_unsplit(str(data), split)
         return data
-    if (own := _split_file(data, split)) is not None:
+    if (own := split_file(data, split)) is not None:
         return own
-    if (data / UNDIVIDED).is_file():
-        check_unsplit(str(data / UNDIVIDED), split)
-        return data / UNDIVIDED
+    if (undivided := _undivided_file(data)) is not None:
+        check_unsplit(str(undivided), split)
+        return undivided
+    if (other := _other_format(data)) is not None:
+        raise ValueError(
+            f"{data} is in the format of {other}, not in COCO's; 'python examples/to_coco.py {data} OUTPUT' converts it"
+        )
     raise FileNotFoundError(
         f"{data} has no annotations of split {split!r}; they should be in annotations/instances_{split}.json, "
         f"{split}.json or {UNDIVIDED}"
     )
 
 
-def _split_file(data: Path, split: str) -> Path | None:
+def _undivided_file(data: Path) -> Path | None:
+    """Annotations without splits: by their usual name, or the only file that there is."""
+    if (data / UNDIVIDED).is_file():
+        return data / UNDIVIDED
+    files = [*data.glob("*.json"), *data.glob("annotations/*.json")]
+    named = {place for split in (*TRAINING, *EVALUATION) for name in _names(split) for place in _places(name)}
+    if len(files) != 1 or str(files[0].relative_to(data)) in named or _is_labelme(files[0]):
+        return None
+    return files[0]
+
+
+def _other_format(data: Path) -> str | None:
+    """The tool whose files a folder holds, if it is one that examples/to_coco.py reads."""
+    if any(data.glob("*.xml")) or any(data.glob("Annotations/*.xml")):
+        return "Pascal VOC (.xml)"
+    first = next(iter(sorted(data.glob("*.json"))), None)
+    return "labelme (.json)" if first is not None and _is_labelme(first) else None
+
+
+def _is_labelme(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(content, dict) and "shapes" in content and "imagePath" in content
+
+
+def split_file(data: Path, split: str) -> Path | None:
     """The split's own annotation file in a folder."""
     for name in _names(split):
-        for place in (f"annotations/instances_{name}.json", f"{name}.json", f"{name}/{UNDIVIDED}"):
+        for place in _places(name):
             if (data / place).is_file():
                 return data / place
     return None
+
+
+def _places(split: str) -> tuple[str, ...]:
+    """Where the annotations of a split of this name may be."""
+    return f"annotations/instances_{split}.json", f"{split}.json", f"{split}/{UNDIVIDED}", f"{split}/{ROBOFLOW}"
 
 
 def _image_folder(data: Path, annotations: Path, split: str, records: list[Record]) -> Path:
     """The first usual place that has one of the first images; should none have it, the first place that exists."""
     places = [data / name for name in _names(split)]
     places += [data / "images" / name for name in _names(split)]
-    places = [place for place in (*places, data / "images", annotations.parent, data) if place.is_dir()]
+    others = (data / "images", data / "images" / "default", annotations.parent, data)
+    places = [place for place in (*places, *others) if place.is_dir()]
     names = [str(record["file_name"]) for record in records[:10] if "file_name" in record]
     return next((place for place in places if any((place / name).is_file() for name in names)), places[0])
 
