@@ -93,9 +93,6 @@ TRAINING = {
     "shift_until": 0.75,
     "init": None,
     "hflip": 0.5,
-    "scale_jitter": (1.0, 1.0),
-    "color_jitter": 0.0,
-    "freeze": 0,
 }
 """What the recipes below have in common."""
 
@@ -156,6 +153,9 @@ COCO = {
     "train_split": "train2017",
     "eval_split": "val2017",
     "skip_bad": True,
+    "scale_jitter": (1.0, 1.0),
+    "color_jitter": 0.0,
+    "freeze": 0,
 }
 
 

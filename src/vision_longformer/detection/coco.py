@@ -5,6 +5,7 @@ Everything that can be wrong with them is named by image and annotation, before 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import pickle
@@ -12,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -38,6 +39,9 @@ UNDIVIDED, ROBOFLOW = "annotations.json", "_annotations.coco.json"
 
 TOLERANCE = 1.0
 """Pixels by which a box or an outline may leave its image; COCO's own do by rounding, and are cut."""
+
+CORNER_SHARE = 0.05
+"""Part of the boxes that must leave their image for all of them to look like corners."""
 
 SIDEWAYS = (5, 6, 7, 8)
 """Values of EXIF's orientation that swap width and height."""
@@ -142,9 +146,10 @@ def _summary(problems: list[Problem]) -> str:
 
 
 class CheckReport(NamedTuple):
-    """An annotation file, how many images and objects it states, and what is wrong."""
+    """An annotation file, the split that it is for, how many images and objects it states, and what is wrong."""
 
     annotations: Path
+    split: str
     images: int
     objects: int
     problems: list[Problem]
@@ -155,14 +160,71 @@ def check_coco(data: str | Path, split: str | None = None, progress: Progress | 
     data = Path(data)
     if not data.exists():
         raise FileNotFoundError(f"there is no data {data}; give a folder or a .json file in COCO's format")
-    reports = []
+    reports: list[CheckReport] = []
+    opened: list[CocoFiles] = []
     for name in [split] if split else _annotated_splits(data):
         files = open_coco(data, name)
         inspection = inspect_coco(files.content)
         problems = [*inspection.problems, *_file_problems(files, inspection.images.values(), progress)]
+        problems += [*_name_problems(files.content), *_corner_problems(inspection)]
+        if opened:
+            problems += _problems_between(opened[0], files)
+        opened.append(files)
         counts = len(files.content["images"]), len(files.content["annotations"])
-        reports.append(CheckReport(files.annotations, *counts, problems))
+        reports.append(CheckReport(files.annotations, name, *counts, problems))
     return reports
+
+
+def _name_problems(content: Record) -> Iterator[Problem]:
+    """Names that several categories have: a detector tells them apart, but whoever reads its results cannot."""
+    first: dict[str, int] = {}
+    for identity, name in sorted(named_categories(content).items()):
+        if first.setdefault(name, identity) != identity:
+            yield Problem(None, None, f"categories {first[name]} and {identity} have the same name, {name!r}")
+
+
+def _corner_problems(inspection: Inspection) -> Iterator[Problem]:
+    """Boxes that look like [left, top, right, bottom]: read as COCO's, many of them leave their image."""
+    sizes = {image_id: (image["width"], image["height"]) for image_id, image in inspection.images.items()}
+    boxes = [
+        (one["bbox"], sizes[one["image_id"]])
+        for one in inspection.stated
+        if _is_box(one.get("bbox")) and isinstance(one.get("image_id"), int) and one["image_id"] in sizes
+    ]
+    corners = leaving = 0
+    for (left, top, third, fourth), (width, height) in boxes:
+        corners += left < third <= width and top < fourth <= height
+        leaving += left + third > width + TOLERANCE or top + fourth > height + TOLERANCE
+    if boxes and corners == len(boxes) and leaving > CORNER_SHARE * len(boxes):
+        yield Problem(
+            None,
+            None,
+            f"{leaving} of {len(boxes)} boxes leave their image; they all look like [left, top, right, bottom], but "
+            "COCO's are [left, top, width, height]",
+        )
+
+
+def _problems_between(first: CocoFiles, other: CocoFiles) -> Iterator[Problem]:
+    """Two splits should have the same categories and no image in common, by its name or by its content."""
+    if named_categories(first.content) != named_categories(other.content):
+        yield Problem(None, None, f"its categories differ from those of {first.annotations}: use one list for both")
+    hashes: dict[str, Record] = {}
+    for record in first.content["images"]:
+        if (key := _content_hash(first, record)) is not None:
+            hashes.setdefault(key, record)
+    for record in other.content["images"]:
+        same = hashes.get(_content_hash(other, record) or "")
+        if same is not None:
+            name = same["file_name"]
+            yield Problem(
+                record.get("id"), None, f"({record['file_name']}) is a duplicate of {name} in {first.annotations}"
+            )
+
+
+def _content_hash(files: CocoFiles, record: Record) -> str | None:
+    """Of an image file; None where there is none."""
+    path = files.image(record) if isinstance(record.get("file_name"), str) else None
+    return hashlib.blake2b(path.read_bytes()).hexdigest() if path is not None and path.is_file() else None
 
 
 def _annotated_splits(data: Path) -> tuple[str, ...]:
@@ -330,11 +392,12 @@ class Problem(NamedTuple):
 
 
 class Inspection(NamedTuple):
-    """What is wrong; and the valid images, by id, and valid annotations."""
+    """What is wrong; the valid images, by id, and valid annotations; and all annotations as they are stated."""
 
     problems: list[Problem]
     images: dict[int, Record]
     annotations: list[Record]
+    stated: list[Record]
 
 
 def inspect_coco(content: Record, *, masks: bool = True) -> Inspection:
@@ -360,7 +423,7 @@ def inspect_coco(content: Record, *, masks: bool = True) -> Inspection:
             problems.append(Problem(image, record.get("id"), what))
         else:
             valid.append(record)
-    return Inspection(problems, images, valid)
+    return Inspection(problems, images, valid, content["annotations"])
 
 
 def named_categories(content: Record) -> dict[int, str]:
@@ -381,13 +444,14 @@ class _AnnotationRules:
     def problem(self, record: Record) -> str | None:
         """The first thing wrong with an annotation, if any."""
         if not _has_id(record):
-            return "has no id that is an integer"
+            return f"has {_wrong_id(record)}"
         if record["id"] in self._seen:
             return "has an id that another annotation has"
         self._seen.add(record["id"])
         image_id, category = record.get("image_id"), record.get("category_id")
         if not isinstance(image_id, int) or image_id not in self._images:
-            return "belongs to an image that the data set does not have"
+            text = f": its image_id is the text {image_id!r}; ids are integers" if isinstance(image_id, str) else ""
+            return f"belongs to an image that the data set does not have{text}"
         if not isinstance(category, int) or category not in self._categories:
             return f"has category {category}, which the data set does not have"
         image = self._images[image_id]
@@ -404,7 +468,8 @@ def _set_problems(content: Record) -> Iterator[str]:
     seen: set[int] = set()
     for record in content["categories"]:
         if not _has_id(record) or not isinstance(record.get("name"), str):
-            yield f"category {record} should have an integer as id, and a name"
+            text = f", not {record['id']!r}" if isinstance(record.get("id"), str) else ""
+            yield f"category {record} should have an integer as id{text}, and a name"
             continue
         if record["id"] in seen:
             yield f"two categories have the id {record['id']}"
@@ -413,7 +478,7 @@ def _set_problems(content: Record) -> Iterator[str]:
 
 def _image_problem(record: Record, seen: Mapping[int, Record]) -> str | None:
     if not _has_id(record):
-        return f"({record.get('file_name')}) has no id that is an integer"
+        return f"({record.get('file_name')}) has {_wrong_id(record)}"
     if record["id"] in seen:
         return f"({record.get('file_name')}) has an id that another image has"
     if not isinstance(record.get("file_name"), str):
@@ -424,15 +489,19 @@ def _image_problem(record: Record, seen: Mapping[int, Record]) -> str | None:
 
 
 def _box_problem(box: object, image: Record) -> str | None:
-    if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)):
+    if not _is_box(box):
         return f"has the box {box}; it should be [left, top, width, height]"
-    left, top, width, height = box
+    left, top, width, height = cast("list[float]", box)
     if width <= 0 or height <= 0:
         return f"has a box of zero area, {box}"
     inside = min(left + width, image["width"]) > max(left, 0) and min(top + height, image["height"]) > max(top, 0)
     if not inside or _leaves(left, left + width, image["width"]) or _leaves(top, top + height, image["height"]):
         return f"has the box {box}, which leaves its image of {image['width']}×{image['height']}"
     return None
+
+
+def _is_box(box: object) -> bool:
+    return isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))
 
 
 def _mask_problem(record: Record, image: Record) -> str | None:
@@ -480,6 +549,12 @@ def _decoded_runs(text: str) -> list[int]:
             runs.append(value + (runs[-2] if len(runs) > 2 else 0))
             value = shift = 0
     return runs
+
+
+def _wrong_id(record: Record) -> str:
+    """What an image or annotation has in place of an id."""
+    identity = record.get("id")
+    return f"the text {identity!r} as id; ids are integers" if isinstance(identity, str) else "no id that is an integer"
 
 
 def _has_id(record: Record) -> bool:
