@@ -116,7 +116,7 @@ def test_missing_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     eval_set = EvalSet(data, skip_bad=True)
     assert [target.image_id for _, target in eval_set.images()] == [1, 2]
     assert eval_set.skipped == 1
-    assert _numbers([image_tensor(image) for image in eval_set.examples(3)]) == [0, 1]
+    assert _numbers([image_tensor(image) for image, _ in eval_set.examples(3)]) == [0, 1]
     train_set = TrainSet(data, seed=0, batch_size=2, skip_bad=True)
     (batch,) = train_set.batches(0)
     assert len(batch[0]) == 2

@@ -227,6 +227,16 @@ def _content_hash(files: CocoFiles, record: Record) -> str | None:
     return hashlib.blake2b(path.read_bytes()).hexdigest() if path is not None and path.is_file() else None
 
 
+def image_ids(data: str | Path) -> dict[Path, int]:
+    """The ids of a data set's images, of all its splits, by file."""
+    ids: dict[Path, int] = {}
+    for split in _annotated_splits(Path(data)):
+        files = open_coco(Path(data), split)
+        valid = inspect_coco(files.content, masks=False).images
+        ids |= {files.image(record).resolve(): number for number, record in valid.items()}
+    return ids
+
+
 def _annotated_splits(data: Path) -> tuple[str, ...]:
     """The splits that have annotations of their own; undivided data is for training."""
     return tuple(split for split in SPLITS if split_file(data, split)) or SPLITS[:1]

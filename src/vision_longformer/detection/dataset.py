@@ -244,10 +244,9 @@ class EvalSet:
             else:
                 yield sample
 
-    def examples(self, count: int) -> list[Image.Image]:
-        """The first ``count`` images of the whole set that can be read."""
-        readable = filter(None, map(self._samples.read, range(self.size)))
-        return [image for image, _ in islice(readable, count)]
+    def examples(self, count: int) -> list[tuple[Image.Image, Target]]:
+        """The first ``count`` images of the whole set that can be read, and their objects."""
+        return list(islice(filter(None, map(self._samples.read, range(self.size))), count))
 
 
 class _EvalSamples:

@@ -25,11 +25,12 @@ from .augment import Augmentation
 from .checkpoint import freeze_stages, load_backbone, save_detector
 from .dataset import Batch, DetectionData, EvalSet, Subset, TrainSet, has_split, hold_out_images, open_detection
 from .derive import derive
+from .detections import annotated_objects
 from .detectors import build_detector
 from .estimate import run_seconds, trial_step
 from .evaluate import evaluate_detector
 from .export import open_detector
-from .pictures import draw_detections, page, save_image
+from .pictures import draw_pair, page, save_image
 from .predict import predict_image
 from .recipe import DetectionRecipe, default_recipe
 from .statistics import object_statistics
@@ -144,16 +145,16 @@ class DetectionTask(TrainingTask):
             save_detector(whole, path, info={"categories": categories, "recipe": self.recipe.about}, overwrite=True)
 
     def draw(self, folder: Path) -> None:
-        """A page of evaluation images with the detections of the best detector."""
+        """A page of evaluation images, each with what is annotated and with what the best detector finds."""
         detector = open_detector(folder / "best.safetensors")
         names = [category.name for category in detector.categories]
         pictures = []
-        for image in self.eval_set.examples(NUM_PICTURES):
+        for image, target in self.eval_set.examples(NUM_PICTURES):
             detections = predict_image(detector.model, image, threshold=MIN_PICTURED_SCORE)
-            pictures.append(draw_detections(image, detections, names))
-        where = f"{self.recipe.data}, {self.recipe.eval_split}"
-        caption = f"{where}: objects with a score of at least {MIN_PICTURED_SCORE}"
-        save_image(page(pictures, caption), folder / "predictions.png", overwrite=True)
+            pictures.append(draw_pair(image, annotated_objects(target), detections, names))
+        where = f"{self.recipe.data}, {'held out' if self._split else self.recipe.eval_split}"
+        caption = f"{where}: annotated, and found with a score of at least {MIN_PICTURED_SCORE}"
+        save_image(page(pictures, caption, columns=2), folder / "predictions.png", overwrite=True)
 
     @staticmethod
     def redraws_features(step: int, epoch: int, step_of_epoch: int) -> bool:
