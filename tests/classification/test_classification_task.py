@@ -286,7 +286,7 @@ def test_a_run_from_the_command_line(images: Path, tmp_path: Path, capsys: pytes
     main(["train", "quickstart", *arguments])
     output = capsys.readouterr()
     assert "top-1" in output.out
-    assert f"vil predict {tmp_path / 'run' / 'best.safetensors'}" in output.out
+    assert f"vil predict {tmp_path / 'run'} IMAGE" in output.out
     main(["train", "--resume", str(tmp_path / "run")])
     assert "top-1" in capsys.readouterr().out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vision_longformer.cli import training
-from vision_longformer.cli.training import TrainingProgress, duration, run_training
+from vision_longformer.cli.training import TrainingProgress, _speed, duration, run_training
 
 
 @pytest.mark.parametrize(
@@ -82,3 +82,8 @@ def test_a_resumed_run_takes_nothing_but_epochs(
 
     with pytest.raises(ValueError, match=f"as it was started, with --epochs at most; leave out {refused}$"):
         run_training(ClassificationTask, recipe, "runs/a-1", output, changes, "vil train")
+
+
+@pytest.mark.parametrize(("speed", "text"), [(99.6, "100 images/s"), (1.4, "1 images/s"), (0.4, "2.5 s/image")])
+def test_slow_runs_count_seconds(speed: float, text: str) -> None:
+    assert _speed(speed) == text

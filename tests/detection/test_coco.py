@@ -135,7 +135,9 @@ BAD = [
     ({"image_id": 77}, "belongs to an image that the data set does not have"),
     ({"image_id": [1]}, "belongs to an image that the data set does not have"),
     ({"id": 1}, "has an id that another annotation has"),
-    ({"id": "nine"}, "has no id that is an integer"),
+    ({"id": 2.5}, "has no id that is an integer"),
+    ({"id": "nine"}, "has the text 'nine' as id; ids are integers"),
+    ({"image_id": "1"}, "belongs to an image that the data set does not have: its image_id is the text '1'; ids are"),
     ({"segmentation": [[1, 2, 3, 4]]}, "has a mask whose outline is no list of x, y"),
     ({"segmentation": [[5, 5, 90, 5, 90, 15]]}, "has a mask that leaves its image of 40×30"),
     ({"segmentation": {"size": [40, 30], "counts": [1200]}}, "mask of height and width [40, 30], but its image is [30"),
@@ -241,3 +243,55 @@ def test_check_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [(problem["image"], problem["annotation"]) for problem in reported["problems"]] == [(1, 4), (2, None)]
     with pytest.raises(FileNotFoundError, match="there is no data nowhere"):
         detect_check("nowhere")
+
+
+def test_boxes_that_are_corners(tmp_path: Path) -> None:
+    """[10, 10, 30, 25] as left, top, width, height leaves an image of 40×30 below; as corners it is inside."""
+    corners = [coco_annotation(number, bbox=[10, 10, 30, 25]) for number in (1, 2)]
+    (report,) = check_coco(write_coco(tmp_path, coco_content([*corners, coco_annotation(3, bbox=[1, 1, 5, 5])])))
+    assert report.problems[-1].what == (
+        "2 of 3 boxes leave their image; they all look like [left, top, right, bottom], but COCO's are "
+        "[left, top, width, height]"
+    )
+    proper = coco_annotation(3, bbox=[20, 20, 5, 5])  # no corners: 5 is left of 20
+    (report,) = check_coco(write_coco(tmp_path, coco_content([*corners, proper])))
+    assert all("look like" not in problem.what for problem in report.problems)
+
+
+def test_equal_names_of_categories(tmp_path: Path) -> None:
+    """The check names them; training goes on, as COCO's format allows it."""
+    content = coco_content()
+    content["categories"] = [*COCO_CATEGORIES, {"id": 91, "name": "dog"}]
+    folder = write_coco(tmp_path, content)
+    (report,) = check_coco(folder)
+    assert [problem.what for problem in report.problems] == ["categories 18 and 91 have the same name, 'dog'"]
+    assert len(CocoData(folder, "train").categories) == 4
+
+
+def test_problems_between_splits(tmp_path: Path) -> None:
+    """The images of the second split have the colours of the first two of the first, under other names."""
+    write_coco(tmp_path)
+    other = coco_content([coco_annotation(1)], images=2)
+    other["categories"] = COCO_CATEGORIES[1:]
+    for index, record in enumerate(other["images"]):
+        record["file_name"] = f"new{index}.png"
+    write_coco(tmp_path, other, "annotations/instances_val.json", "val")
+    Image.new("RGB", (COCO_WIDTH, COCO_HEIGHT), (1, 2, 3)).save(tmp_path / "val" / "new0.png")
+    first, second = check_coco(tmp_path)
+    assert first.problems == []
+    assert [(problem.image, problem.what) for problem in second.problems] == [
+        (None, f"its categories differ from those of {first.annotations}: use one list for both"),
+        (2, f"(new1.png) is a duplicate of 1.png in {first.annotations}"),
+    ]
+
+
+def test_statistics_of_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sides of 10, 10 and the root of 800 of 40 pixels; images become 64, the tenth part of objects 16, two cells."""
+    detect_check(str(write_coco(tmp_path)), json=True)
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["statistics"]["categories"] == "train 2, dog 0, toothbrush 1"
+    assert report["statistics"]["sides of objects"].startswith("25.0, 25.0, 25.0, 47.9, 66.1 %")
+    assert report["statistics"]["suggested min_size and max_size"] == "64 (longer side)"
+    assert report["statistics"]["suggested anchor_scale"] == "2"
+    detect_check(str(tmp_path))
+    assert "suggested anchor_scale" in capsys.readouterr().out

@@ -12,8 +12,9 @@ from builders import coco_annotation, coco_content, write_coco
 from PIL import Image
 
 from vision_longformer.data.order import Process
+from vision_longformer.detection.augment import Augmentation, flip
 from vision_longformer.detection.coco import CocoData
-from vision_longformer.detection.dataset import EvalSet, TrainSet, flip, image_tensor, training_target
+from vision_longformer.detection.dataset import EvalSet, TrainSet, image_tensor, training_target
 from vision_longformer.detection.detections import Target
 
 
@@ -85,7 +86,7 @@ def test_flipped_half_of_the_time(tmp_path: Path) -> None:
     """Both ways of an image are seen, and never or always if so asked."""
     data = _many(tmp_path)
     for hflip, expected in ((0.0, {5.0}), (0.5, {5.0, 25.0}), (1.0, {25.0})):
-        train_set = TrainSet(data, seed=0, batch_size=8, hflip=hflip)
+        train_set = TrainSet(data, seed=0, batch_size=8, augmentation=Augmentation(hflip=hflip))
         _, targets = next(train_set.batches(0))
         assert {float(target["boxes"][0, 0]) for target in targets} == expected
 
@@ -115,12 +116,12 @@ def test_missing_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     eval_set = EvalSet(data, skip_bad=True)
     assert [target.image_id for _, target in eval_set.images()] == [1, 2]
     assert eval_set.skipped == 1
-    assert _numbers([image_tensor(image) for image in eval_set.examples(3)]) == [0, 1]
+    assert _numbers([image_tensor(image) for image, _ in eval_set.examples(3)]) == [0, 1]
     train_set = TrainSet(data, seed=0, batch_size=2, skip_bad=True)
     (batch,) = train_set.batches(0)
     assert len(batch[0]) == 2
     assert train_set.skipped == 1
-    assert caplog.messages == ["1 images of epoch 0 could not be read; others took their place"]
+    assert caplog.messages == ["1 image of epoch 0 could not be read; others were taken instead"]
     with pytest.raises(FileNotFoundError, match="which is image 3"):
         list(EvalSet(data, workers=1).images())
 

@@ -92,6 +92,13 @@ def test_agrees_with_an_independent_computation() -> None:
     assert metrics.by_category == pytest.approx({"cat": 100 * np.mean(table[4]), "dog": 100 * np.mean(table[9])})
 
 
+def test_categories_of_equal_names_are_kept_apart() -> None:
+    same = [category._replace(name="cat") for category in CATEGORIES]
+    apart = coco_metrics(IMAGES, ANNOTATIONS, DETECTIONS, CATEGORIES).by_category
+    together = coco_metrics(IMAGES, ANNOTATIONS, DETECTIONS, same).by_category
+    assert together == pytest.approx({"cat (id 4)": apart["cat"], "cat (id 9)": apart["dog"]})
+
+
 def test_metrics_of_nothing() -> None:
     """Without results, precision is 0; without objects, there is none."""
     overall = coco_metrics(IMAGES, ANNOTATIONS, [], CATEGORIES).overall

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from math import isnan
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from vision_longformer.detection.detections import Detection, MaskCrop
-from vision_longformer.detection.pictures import COLOURS, DRAWN, draw_detections, page, save_image
+from vision_longformer.detection.detections import Detection, MaskCrop, Target, annotated_objects
+from vision_longformer.detection.pictures import COLOURS, DRAWN, draw_detections, draw_pair, page, save_image
 
 
 def _mask(top: int, left: int, height: int, width: int) -> MaskCrop:
@@ -54,6 +56,32 @@ def test_names_stay_inside_the_picture() -> None:
         seen.append(int((drawn > 200).all(2).sum()))
     assert seen[0] > 100
     assert seen[1:] == pytest.approx([seen[0]] * 3, rel=0.1)
+
+
+def test_annotated_and_found_side_by_side() -> None:
+    """Equal halves below a heading; what is annotated has a name without a score, and "nothing found" is red."""
+    image = Image.new("RGB", (900, 600), "black")
+    target = Target(
+        1,
+        torch.tensor([[300.0, 200, 500, 400], [0, 0, 900, 600]]),
+        torch.tensor([2, 1]),
+        None,
+        torch.tensor([False, True]),
+        torch.tensor([40000.0, 1]),
+    )
+    annotated = annotated_objects(target)
+    assert [(one.box, one.label, isnan(one.score)) for one in annotated] == [((300, 200, 500, 400), 2, True)]
+    sheet = np.asarray(draw_pair(image, annotated, [], ["cat", "dog"]))
+    gap, head = 15, sheet.shape[0] - 600
+    assert sheet.shape[1] == 2 * 900 + gap
+    assert sheet[head + 300, 301].tolist() == list(COLOURS[1])
+    right = sheet[head:, 900 + gap :]
+    assert not right.any()
+    reddish = (sheet[:head, 900 + gap :, 0] > 150) & (sheet[:head, 900 + gap :, 1] < 100)
+    assert reddish.sum() > 50
+    found = np.asarray(draw_pair(image, annotated, [Detection((300, 200, 500, 400), 1, 0.5)], ["cat", "dog"]))
+    assert found[head + 300, 900 + gap + 301].tolist() == list(COLOURS[0])
+    assert not ((found[:head, 900 + gap :, 0] > 150) & (found[:head, 900 + gap :, 1] < 100)).any()
 
 
 def test_page() -> None:

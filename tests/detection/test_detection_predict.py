@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import build, write_detector
+from builders import build, write_coco, write_detector
 from PIL import Image
 from torch import Tensor, nn
 
@@ -185,6 +185,7 @@ def test_command(tmp_path: Path, photo: Path, capsys: pytest.CaptureFixture[str]
     results = json.loads(capsys.readouterr().out)
     assert [(one["file"], one["image_id"]) for one in results] == [(str(photo), 1)] * 5
     assert {one["category_id"] for one in results} <= {1, 2}
+    assert all(one["category"] == {1: "cat", 2: "dog"}[one["category_id"]] for one in results)
     assert [one["score"] for one in results] == sorted((one["score"] for one in results), reverse=True)
     assert all(one["segmentation"]["size"] == [70, 100] for one in results)
     left, top, width, height = results[0]["bbox"]
@@ -196,7 +197,18 @@ def test_command(tmp_path: Path, photo: Path, capsys: pytest.CaptureFixture[str]
     detect_predict(checkpoint, [str(photo)], threshold=0.0, tile=64, json=True)
     assert len(json.loads(capsys.readouterr().out)) > 5
     detect_predict(checkpoint, [str(photo)], threshold=1.0)
-    assert capsys.readouterr().out == f"{photo}: 0 found\n"
+    assert capsys.readouterr().out == f"{photo}: nothing found\n"
+
+
+def test_image_ids_of_a_data_set(tmp_path: Path, photo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Image 3 of the file is 2.png; a run directory stands for its best detector."""
+    (tmp_path / "run").mkdir()
+    write_detector(tmp_path / "run" / "best.safetensors", ["cat", "dog"], num_classes=2)
+    data, run = write_coco(tmp_path / "data"), str(tmp_path / "run")
+    detect_predict(run, [str(data / "train" / "2.png")], threshold=0.0, data=str(data), json=True)
+    assert {one["image_id"] for one in json.loads(capsys.readouterr().out)} == {3}
+    with pytest.raises(ValueError, match=r"photo\.png is not an image of .*; leave out --data, or give images of"):
+        detect_predict(run, [str(photo)], data=str(data), json=True)
 
 
 def test_refused_arguments(tmp_path: Path, photo: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ import torch
 from builders import StopAt, small_detector, write_garments
 from torch import nn
 
+from vision_longformer.cli.detect.train import _print_end
 from vision_longformer.cli.main import main
+from vision_longformer.detection import task as task_module
+from vision_longformer.detection.detectors import build_detector
 from vision_longformer.detection.evaluate import evaluate
 from vision_longformer.detection.export import open_detector
 from vision_longformer.detection.recipe import DetectionRecipe
@@ -26,6 +30,7 @@ from vision_longformer.training.checkpointer import latest_checkpoint, load_stat
 from vision_longformer.training.distributed import make_accelerator
 from vision_longformer.training.optimizer import parameter_groups
 from vision_longformer.training.recipe import resolve, to_yaml
+from vision_longformer.training.run import TrainedRun
 from vision_longformer.training.run_directory import RunDirectory
 
 LAYERS = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
@@ -96,7 +101,7 @@ def test_retinanet_learns_without_masks(coco: Path, tmp_path: Path) -> None:
     result = train("quickstart", output=tmp_path / "run", **settings(coco, **changes, epochs=1))
     record = RunDirectory(result.run).records()[0]
     assert record["loss"] == pytest.approx(record["classification"] + record["bbox_regression"], rel=1e-4)
-    assert "mask_AP" not in result.results
+    assert "mask_AP" not in result.best
 
 
 def test_run_directories_are_apart_from_those_of_classifiers(
@@ -245,3 +250,52 @@ def test_splits_have_the_same_categories(coco: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"the categories of train and validation in .* differ; use one list"):
         train("quickstart", output=tmp_path / "run", **settings(data))
+
+
+def test_frozen_stages_do_not_train(coco: Path, tmp_path: Path) -> None:
+    """Patch embedding and blocks of the first two stages stay as they are, without drop path; the others learn."""
+    recipe = resolve(DetectionRecipe, "quickstart", **settings(coco, freeze=2, epochs=1, decay="all"))
+    start = DetectionTask(recipe, make_accelerator(recipe)).model
+    frozen = {name for name, parameter in start.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in start.named_parameters() if ".stages.0." in name or ".stages.1." in name}
+    assert any("patch_embed" in name for name in frozen)
+    start.train()
+    assert [stage.training for stage in start.backbone.body.model.stages] == [False, False, True, True]
+    end = open_detector(train(recipe, output=tmp_path / "run").run / "best.safetensors").model.state_dict()
+    changed = {name for name, value in start.state_dict().items() if not torch.equal(value, end[name])}
+    assert not changed & frozen
+    assert {name.split(".")[4] for name in changed if ".stages." in name} == {"2", "3"}
+
+
+def test_too_many_frozen_stages(coco: Path) -> None:
+    recipe = resolve(DetectionRecipe, "quickstart", **settings(coco, freeze=5))
+    with pytest.raises(ValueError, match="freeze is 5, but the backbone has 4 stages"):
+        DetectionTask(recipe, make_accelerator(recipe))
+
+
+def test_patience_ends_a_run(coco: Path, tmp_path: Path) -> None:
+    """With a rate of nearly nothing nothing becomes better after the first evaluation."""
+    changes = settings(coco, epochs=6, lr=1e-12, patience=2, drop_path=0.0)
+    records = RunDirectory(train("quickstart", output=tmp_path / "run", **changes).run).records()
+    assert [record["epoch"] for record in records if "evaluation" in record] == [1, 2, 3]
+
+
+def test_saving_fetches_no_pretrained_weights(coco: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"channels": 8, "min_size": [64], "max_size": 96}
+    changes = {"detector": "retinanet", "detector_options": options, "model": "test_resnet", "model_options": {}}
+    recipe = resolve(DetectionRecipe, "quickstart", **settings(coco, **changes))
+    task = DetectionTask(recipe, make_accelerator(recipe))
+    task.recipe = replace(recipe, model_options={"pretrained": True})
+    built = []
+    monkeypatch.setattr(task_module, "build_detector", lambda config: built.append(config) or build_detector(config))
+    task.save(tmp_path / "best.safetensors")
+    assert [config.backbone_options for config in built] == [{}]
+
+
+def test_the_end_of_a_run(coco: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best evaluation and the last are named apart."""
+    best, last = {"box_AP": 3.04, "box_AP50": 9.96, "box_AR1": 1.0}, {"box_AP": 2.0, "box_AP50": 8.0}
+    _print_end(TrainedRun(tmp_path, best, last))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"best: box_AP 3.0, box_AP50 10.0; {tmp_path}/best.safetensors"
+    assert lines[1] == f"last: box_AP 2.0, box_AP50 8.0; {tmp_path}/last.safetensors"

@@ -116,8 +116,8 @@ SHORTER: dict[str, str] = {
         "vil bench models --models vision_longformer_micro --baseline vision_longformer_micro --sizes 32x32 --quick"
     ),
     "vil detect train": f"vil detect train --data /data/trees {FEW_STEPS}",
-    "python examples/voc_to_coco.py /data/annotated /data/trees --tile 400 --validation 4 --name tree": (
-        "python examples/voc_to_coco.py /data/annotated /data/cut --tile 400 --validation 4 --name tree"
+    "python examples/to_coco.py /data/annotated /data/trees --tile 400 --validation 4 --name tree": (
+        "python examples/to_coco.py /data/annotated /data/cut --tile 400 --validation 4 --name tree"
     ),
 }
 """Commands as printed, and what is run in their place."""

@@ -57,7 +57,7 @@ def test_names_of_all_recipes() -> None:
         *("imagenet1k_384_medium", "imagenet1k_384_base", "imagenet21k_medium", "imagenet21k_base"),
     ]
     detection = [
-        "quickstart",
+        *("own_objects", "quickstart"),
         *(
             f"{detector}_{size}_{length}"
             for detector in ("mask_rcnn", "retinanet")
@@ -66,7 +66,7 @@ def test_names_of_all_recipes() -> None:
         ),
         *(f"mask_rcnn_small_1x_{name}" for name in COMPARED_IN_DETECTION),
     ]
-    assert (len(classification), len(detection)) == (41, 26)
+    assert (len(classification), len(detection)) == (41, 27)
     assert recipe_names(ClassificationRecipe) == sorted(classification)
     assert recipe_names(DetectionRecipe) == sorted(detection)
 
@@ -158,6 +158,9 @@ COCO = {
     "train_split": "train2017",
     "eval_split": "val2017",
     "skip_bad": True,
+    "scale_jitter": (1.0, 1.0),
+    "color_jitter": 0.0,
+    "freeze": 0,
 }
 
 

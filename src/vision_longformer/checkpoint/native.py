@@ -113,6 +113,12 @@ def read(path: str | Path, format: str) -> tuple[dict[str, Any], dict[str, Tenso
         return _config(path, file), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
+def read_config(path: str | Path, format: str) -> dict[str, Any]:
+    """The configuration of a file of this format, without its tensors."""
+    with _opened(path, format) as file:
+        return _config(path, file)
+
+
 def read_info(path: str | Path, format: str) -> dict[str, Any]:
     """What :func:`write` was given as ``info``."""
     with _opened(path, format) as file:

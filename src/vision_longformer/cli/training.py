@@ -93,7 +93,7 @@ class TrainingProgress(Callback):
 
     def on_log(self, values: dict[str, Any]) -> None:
         accuracy = f"  accuracy {values['accuracy']:.1f}%" if "accuracy" in values else ""
-        self._values = f"loss {values['loss']:.3f}{accuracy}  {values['images_per_second']:.0f} images/s"
+        self._values = f"loss {values['loss']:.3f}{accuracy}  {_speed(values['images_per_second'])}"
         self._bar.update(self._training, values=self._values)
         if not self._console.is_terminal and time.monotonic() - self._printed_at > QUIET_SECONDS:
             self._line(f"step {values['step']} of {self._total}  {self._values}  {self._left(values['step'])}")
@@ -116,3 +116,8 @@ class TrainingProgress(Callback):
     def _left(self, step: int) -> str:
         seconds = (time.monotonic() - self._started) / max(1, step - self._first) * (self._total - step)
         return f"{duration(seconds)} left" if step < self._total else "done"
+
+
+def _speed(images_per_second: float) -> str:
+    slow = 0 < images_per_second < 1
+    return f"{1 / images_per_second:.1f} s/image" if slow else f"{images_per_second:.0f} images/s"

@@ -130,6 +130,22 @@ class StageMaps(nn.Module):
         self.indices = [stage - 1 for stage in stages]
         model.prune_intermediate_layers(self.indices, prune_norm=True, prune_head=True)
         self.model = model
+        self.frozen = 0
+
+    def freeze(self, stages: int) -> None:
+        """Keep the weights of the first stages as they are, patch embeddings included; nothing is dropped in them."""
+        if stages > len(self.model.stages):
+            raise ValueError(f"freeze is {stages}, but the backbone has {len(self.model.stages)} stages")
+        self.frozen = stages
+        for stage in self.model.stages[:stages]:
+            stage.requires_grad_(False)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> StageMaps:
+        super().train(mode)
+        for stage in self.model.stages[: self.frozen]:
+            stage.eval()
+        return self
 
     def forward(self, images: Tensor) -> list[Tensor]:
         return self.model.forward_intermediates(images, indices=self.indices, intermediates_only=True)

@@ -24,8 +24,7 @@ def save_detector(
     model: nn.Module, path: str | Path, *, info: Mapping[str, Any] | None = None, overwrite: bool = False
 ) -> Path:
     """Write a detector to ``path`` (``.safetensors``); ``info`` is JSON data such as names of categories."""
-    config = _config(model).to_dict()
-    config["backbone_options"].pop("pretrained", None)  # its weights are in the file
+    config = _config(model).without_pretrained().to_dict()  # its weights are in the file
     return write(path, model.state_dict(), format=DETECTOR, config=config, info=info, overwrite=overwrite)
 
 
@@ -91,6 +90,14 @@ def load_backbone(model: nn.Module, path: str | Path, table_resize: str = PAPER_
     adapted, report = adapt_state(state, backbone, table_resize, source.config.grids())
     backbone.load_state_dict(adapted)
     return report
+
+
+def freeze_stages(model: nn.Module, stages: int) -> None:
+    """Keep the first ``stages`` of a detector's backbone as they are, patch embeddings included."""
+    detector_backbone(model)  # refuses timm's
+    body = model.get_submodule("backbone.body")
+    assert isinstance(body, StageMaps)
+    body.freeze(stages)
 
 
 def detector_backbone(model: nn.Module) -> VisionLongformer:

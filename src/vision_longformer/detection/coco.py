@@ -5,6 +5,7 @@ Everything that can be wrong with them is named by image and annotation, before 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import pickle
@@ -12,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ..data.images import decode_image
 from ..data.loading import DataError, Progress
-from ..data.sources import check_unsplit, split_names
+from ..data.sources import EVALUATION, TRAINING, check_unsplit, split_names
 from .detections import Category, Target
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,13 @@ YEARS = ("2017", "2014")
 """What follows the names of splits in COCO's own releases."""
 
 SPLITS = ("train", "validation")
-UNDIVIDED = "annotations.json"
+UNDIVIDED, ROBOFLOW = "annotations.json", "_annotations.coco.json"
 
 TOLERANCE = 1.0
 """Pixels by which a box or an outline may leave its image; COCO's own do by rounding, and are cut."""
+
+CORNER_SHARE = 0.05
+"""Part of the boxes that must leave their image for all of them to look like corners."""
 
 SIDEWAYS = (5, 6, 7, 8)
 """Values of EXIF's orientation that swap width and height."""
@@ -69,6 +73,7 @@ class CocoData:
         self._with_objects = [
             index for index, image_id in enumerate(inspection.images) if not all(map(_is_crowd, of_image[image_id]))
         ]
+        self.names = tuple(str(image["file_name"]) for image in inspection.images.values())
         self._records = [pickle.dumps((image, of_image[image_id])) for image_id, image in inspection.images.items()]
         self._files = files._replace(content={})
 
@@ -77,6 +82,13 @@ class CocoData:
 
     def with_objects(self) -> Sequence[int]:
         return self._with_objects
+
+    def shapes(self, index: int) -> tuple[int, int, np.ndarray, list[int]]:
+        record, annotations = pickle.loads(self._records[index])
+        single = [one for one in annotations if not _is_crowd(one)]
+        boxes = np.array([one["bbox"] for one in single], dtype=float).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        return record["width"], record["height"], boxes, [self._labels[one["category_id"]] for one in single]
 
     def read(self, index: int, seed: int | None = None) -> tuple[Image.Image, Target]:
         record, annotations = pickle.loads(self._records[index])
@@ -134,9 +146,10 @@ def _summary(problems: list[Problem]) -> str:
 
 
 class CheckReport(NamedTuple):
-    """An annotation file, how many images and objects it states, and what is wrong."""
+    """An annotation file, the split that it is for, how many images and objects it states, and what is wrong."""
 
     annotations: Path
+    split: str
     images: int
     objects: int
     problems: list[Problem]
@@ -147,19 +160,86 @@ def check_coco(data: str | Path, split: str | None = None, progress: Progress | 
     data = Path(data)
     if not data.exists():
         raise FileNotFoundError(f"there is no data {data}; give a folder or a .json file in COCO's format")
-    reports = []
+    reports: list[CheckReport] = []
+    opened: list[CocoFiles] = []
     for name in [split] if split else _annotated_splits(data):
         files = open_coco(data, name)
         inspection = inspect_coco(files.content)
         problems = [*inspection.problems, *_file_problems(files, inspection.images.values(), progress)]
+        problems += [*_name_problems(files.content), *_corner_problems(inspection)]
+        if opened:
+            problems += _problems_between(opened[0], files)
+        opened.append(files)
         counts = len(files.content["images"]), len(files.content["annotations"])
-        reports.append(CheckReport(files.annotations, *counts, problems))
+        reports.append(CheckReport(files.annotations, name, *counts, problems))
     return reports
+
+
+def _name_problems(content: Record) -> Iterator[Problem]:
+    """Names that several categories have: a detector tells them apart, but whoever reads its results cannot."""
+    first: dict[str, int] = {}
+    for identity, name in sorted(named_categories(content).items()):
+        if first.setdefault(name, identity) != identity:
+            yield Problem(None, None, f"categories {first[name]} and {identity} have the same name, {name!r}")
+
+
+def _corner_problems(inspection: Inspection) -> Iterator[Problem]:
+    """Boxes that look like [left, top, right, bottom]: read as COCO's, many of them leave their image."""
+    sizes = {image_id: (image["width"], image["height"]) for image_id, image in inspection.images.items()}
+    boxes = [
+        (one["bbox"], sizes[one["image_id"]])
+        for one in inspection.stated
+        if _is_box(one.get("bbox")) and isinstance(one.get("image_id"), int) and one["image_id"] in sizes
+    ]
+    corners = leaving = 0
+    for (left, top, third, fourth), (width, height) in boxes:
+        corners += left < third <= width and top < fourth <= height
+        leaving += left + third > width + TOLERANCE or top + fourth > height + TOLERANCE
+    if boxes and corners == len(boxes) and leaving > CORNER_SHARE * len(boxes):
+        yield Problem(
+            None,
+            None,
+            f"{leaving} of {len(boxes)} boxes leave their image; they all look like [left, top, right, bottom], but "
+            "COCO's are [left, top, width, height]",
+        )
+
+
+def _problems_between(first: CocoFiles, other: CocoFiles) -> Iterator[Problem]:
+    """Two splits should have the same categories and no image in common, by its name or by its content."""
+    if named_categories(first.content) != named_categories(other.content):
+        yield Problem(None, None, f"its categories differ from those of {first.annotations}: use one list for both")
+    hashes: dict[str, Record] = {}
+    for record in first.content["images"]:
+        if (key := _content_hash(first, record)) is not None:
+            hashes.setdefault(key, record)
+    for record in other.content["images"]:
+        same = hashes.get(_content_hash(other, record) or "")
+        if same is not None:
+            name = same["file_name"]
+            yield Problem(
+                record.get("id"), None, f"({record['file_name']}) is a duplicate of {name} in {first.annotations}"
+            )
+
+
+def _content_hash(files: CocoFiles, record: Record) -> str | None:
+    """Of an image file; None where there is none."""
+    path = files.image(record) if isinstance(record.get("file_name"), str) else None
+    return hashlib.blake2b(path.read_bytes()).hexdigest() if path is not None and path.is_file() else None
+
+
+def image_ids(data: str | Path) -> dict[Path, int]:
+    """The ids of a data set's images, of all its splits, by file."""
+    ids: dict[Path, int] = {}
+    for split in _annotated_splits(Path(data)):
+        files = open_coco(Path(data), split)
+        valid = inspect_coco(files.content, masks=False).images
+        ids |= {files.image(record).resolve(): number for number, record in valid.items()}
+    return ids
 
 
 def _annotated_splits(data: Path) -> tuple[str, ...]:
     """The splits that have annotations of their own; undivided data is for training."""
-    return tuple(split for split in SPLITS if _split_file(data, split)) or SPLITS[:1]
+    return tuple(split for split in SPLITS if split_file(data, split)) or SPLITS[:1]
 
 
 def _file_problems(files: CocoFiles, records: Collection[Record], progress: Progress | None) -> Iterator[Problem]:
@@ -205,8 +285,9 @@ class CocoFiles(NamedTuple):
 def open_coco(data: Path, split: str) -> CocoFiles:
     """The annotations of a split, and the folder of its images.
 
-    Annotations are ``annotations/instances_<split>.json``, ``<split>.json`` or ``<split>/annotations.json``; a file
-    ``annotations.json``, or a .json file given as ``data``, has no splits, and is for training unless asked otherwise.
+    Annotations are ``annotations/instances_<split>.json``, ``<split>.json``, ``<split>/annotations.json`` or
+    ``<split>/_annotations.coco.json``. A file ``annotations.json``, the only .json file of the folder or of its folder
+    ``annotations``, or a .json file given as ``data`` has no splits, and is for training unless asked otherwise.
     """
     annotations = _annotation_file(data, split)
     content = _content(annotations)
@@ -218,31 +299,68 @@ def _annotation_file(data: Path, split: str) -> Path:
     if data.is_file():
         check_unsplit(str(data), split)
         return data
-    if (own := _split_file(data, split)) is not None:
+    if (own := split_file(data, split)) is not None:
         return own
-    if (data / UNDIVIDED).is_file():
-        check_unsplit(str(data / UNDIVIDED), split)
-        return data / UNDIVIDED
+    if (undivided := _undivided_file(data)) is not None:
+        check_unsplit(str(undivided), split)
+        return undivided
+    if (other := _other_format(data)) is not None:
+        raise ValueError(
+            f"{data} is in the format of {other}, not in COCO's; 'python examples/to_coco.py {data} OUTPUT' converts it"
+        )
     raise FileNotFoundError(
         f"{data} has no annotations of split {split!r}; they should be in annotations/instances_{split}.json, "
         f"{split}.json or {UNDIVIDED}"
     )
 
 
-def _split_file(data: Path, split: str) -> Path | None:
+def _undivided_file(data: Path) -> Path | None:
+    """Annotations without splits: by their usual name, or the only file that there is."""
+    if (data / UNDIVIDED).is_file():
+        return data / UNDIVIDED
+    files = [*data.glob("*.json"), *data.glob("annotations/*.json")]
+    named = {place for split in (*TRAINING, *EVALUATION) for name in _names(split) for place in _places(name)}
+    if len(files) != 1 or str(files[0].relative_to(data)) in named or _is_labelme(files[0]):
+        return None
+    return files[0]
+
+
+def _other_format(data: Path) -> str | None:
+    """The tool whose files a folder holds, if it is one that examples/to_coco.py reads."""
+    if any(data.glob("*.xml")) or any(data.glob("Annotations/*.xml")):
+        return "Pascal VOC (.xml)"
+    first = next(iter(sorted(data.glob("*.json"))), None)
+    return "labelme (.json)" if first is not None and _is_labelme(first) else None
+
+
+def _is_labelme(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(content, dict) and "shapes" in content and "imagePath" in content
+
+
+def split_file(data: Path, split: str) -> Path | None:
     """The split's own annotation file in a folder."""
     for name in _names(split):
-        for place in (f"annotations/instances_{name}.json", f"{name}.json", f"{name}/{UNDIVIDED}"):
+        for place in _places(name):
             if (data / place).is_file():
                 return data / place
     return None
+
+
+def _places(split: str) -> tuple[str, ...]:
+    """Where the annotations of a split of this name may be."""
+    return f"annotations/instances_{split}.json", f"{split}.json", f"{split}/{UNDIVIDED}", f"{split}/{ROBOFLOW}"
 
 
 def _image_folder(data: Path, annotations: Path, split: str, records: list[Record]) -> Path:
     """The first usual place that has one of the first images; should none have it, the first place that exists."""
     places = [data / name for name in _names(split)]
     places += [data / "images" / name for name in _names(split)]
-    places = [place for place in (*places, data / "images", annotations.parent, data) if place.is_dir()]
+    others = (data / "images", data / "images" / "default", annotations.parent, data)
+    places = [place for place in (*places, *others) if place.is_dir()]
     names = [str(record["file_name"]) for record in records[:10] if "file_name" in record]
     return next((place for place in places if any((place / name).is_file() for name in names)), places[0])
 
@@ -284,11 +402,12 @@ class Problem(NamedTuple):
 
 
 class Inspection(NamedTuple):
-    """What is wrong; and the valid images, by id, and valid annotations."""
+    """What is wrong; the valid images, by id, and valid annotations; and all annotations as they are stated."""
 
     problems: list[Problem]
     images: dict[int, Record]
     annotations: list[Record]
+    stated: list[Record]
 
 
 def inspect_coco(content: Record, *, masks: bool = True) -> Inspection:
@@ -314,7 +433,7 @@ def inspect_coco(content: Record, *, masks: bool = True) -> Inspection:
             problems.append(Problem(image, record.get("id"), what))
         else:
             valid.append(record)
-    return Inspection(problems, images, valid)
+    return Inspection(problems, images, valid, content["annotations"])
 
 
 def named_categories(content: Record) -> dict[int, str]:
@@ -335,13 +454,14 @@ class _AnnotationRules:
     def problem(self, record: Record) -> str | None:
         """The first thing wrong with an annotation, if any."""
         if not _has_id(record):
-            return "has no id that is an integer"
+            return f"has {_wrong_id(record)}"
         if record["id"] in self._seen:
             return "has an id that another annotation has"
         self._seen.add(record["id"])
         image_id, category = record.get("image_id"), record.get("category_id")
         if not isinstance(image_id, int) or image_id not in self._images:
-            return "belongs to an image that the data set does not have"
+            text = f": its image_id is the text {image_id!r}; ids are integers" if isinstance(image_id, str) else ""
+            return f"belongs to an image that the data set does not have{text}"
         if not isinstance(category, int) or category not in self._categories:
             return f"has category {category}, which the data set does not have"
         image = self._images[image_id]
@@ -358,7 +478,8 @@ def _set_problems(content: Record) -> Iterator[str]:
     seen: set[int] = set()
     for record in content["categories"]:
         if not _has_id(record) or not isinstance(record.get("name"), str):
-            yield f"category {record} should have an integer as id, and a name"
+            text = f", not {record['id']!r}" if isinstance(record.get("id"), str) else ""
+            yield f"category {record} should have an integer as id{text}, and a name"
             continue
         if record["id"] in seen:
             yield f"two categories have the id {record['id']}"
@@ -367,7 +488,7 @@ def _set_problems(content: Record) -> Iterator[str]:
 
 def _image_problem(record: Record, seen: Mapping[int, Record]) -> str | None:
     if not _has_id(record):
-        return f"({record.get('file_name')}) has no id that is an integer"
+        return f"({record.get('file_name')}) has {_wrong_id(record)}"
     if record["id"] in seen:
         return f"({record.get('file_name')}) has an id that another image has"
     if not isinstance(record.get("file_name"), str):
@@ -378,15 +499,19 @@ def _image_problem(record: Record, seen: Mapping[int, Record]) -> str | None:
 
 
 def _box_problem(box: object, image: Record) -> str | None:
-    if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)):
+    if not _is_box(box):
         return f"has the box {box}; it should be [left, top, width, height]"
-    left, top, width, height = box
+    left, top, width, height = cast("list[float]", box)
     if width <= 0 or height <= 0:
         return f"has a box of zero area, {box}"
     inside = min(left + width, image["width"]) > max(left, 0) and min(top + height, image["height"]) > max(top, 0)
     if not inside or _leaves(left, left + width, image["width"]) or _leaves(top, top + height, image["height"]):
         return f"has the box {box}, which leaves its image of {image['width']}×{image['height']}"
     return None
+
+
+def _is_box(box: object) -> bool:
+    return isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))
 
 
 def _mask_problem(record: Record, image: Record) -> str | None:
@@ -434,6 +559,12 @@ def _decoded_runs(text: str) -> list[int]:
             runs.append(value + (runs[-2] if len(runs) > 2 else 0))
             value = shift = 0
     return runs
+
+
+def _wrong_id(record: Record) -> str:
+    """What an image or annotation has in place of an id."""
+    identity = record.get("id")
+    return f"the text {identity!r} as id; ids are integers" if isinstance(identity, str) else "no id that is an integer"
 
 
 def _has_id(record: Record) -> bool:

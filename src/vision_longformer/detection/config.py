@@ -129,6 +129,11 @@ class DetectorConfig:
         _check_names(changes)
         return replace(self, **changes)
 
+    def without_pretrained(self) -> DetectorConfig:
+        """The same detector, whose backbone does not fetch weights of timm's when it is built."""
+        options = {name: value for name, value in self.backbone_options.items() if name != "pretrained"}
+        return replace(self, backbone_options=options)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         return asdict(self)

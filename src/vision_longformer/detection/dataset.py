@@ -1,28 +1,30 @@
 """Detection data as a run reads it: batches to train on and single images to evaluate on, for one of its processes.
 
-Which image comes when, and whether it is flipped, is a function of the seed and of the position in the run.
+Which image comes when, and how it is augmented, is a function of the seed and of the position in the run.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from ..data.loading import UNREADABLE, BatchLoader, DataError
 from ..data.order import SINGLE_PROCESS, Batching, MicroBatch, Process, epoch_order
 from ..data.randomness import derive_seed
+from ..data.split import Split, hold_out
 from . import garments
-from .coco import CocoData
+from .augment import Augmentation
+from .coco import CocoData, split_file
 from .detections import Category, Target
 
 logger = logging.getLogger(__name__)
@@ -34,11 +36,18 @@ Batch = tuple[list[Tensor], list[dict[str, Tensor]]]
 """Images (3, h, w), each of a size of its own, and what there is to learn about each."""
 
 
+Shapes = tuple[int, int, np.ndarray, list[int]]
+"""Width and height of an image, boxes (n, 4) and labels of its objects without crowds."""
+
+
 class DetectionData(Protocol):
-    """Images with their objects, by index; ``categories`` are in order of labels."""
+    """Images with their objects, by index; ``categories`` are in order of labels, ``names`` tell images apart."""
 
     categories: tuple[Category, ...]
     has_masks: bool
+
+    @property
+    def names(self) -> Sequence[str]: ...
 
     def __len__(self) -> int: ...
 
@@ -52,6 +61,39 @@ class DetectionData(Protocol):
     def with_objects(self) -> Sequence[int]:
         """Indices of the images that there is something to learn from; the others are for evaluation only."""
         ...
+
+    def shapes(self, index: int) -> Shapes:
+        """What :meth:`read` would give but for the pixels."""
+        ...
+
+
+class Subset:
+    """:class:`DetectionData` of some images of ``data``, by their names, in the order of the data."""
+
+    def __init__(self, data: DetectionData, names: Collection[str]) -> None:
+        wanted = set(names)
+        self._data = data
+        self._indices = [index for index, name in enumerate(data.names) if name in wanted]
+        self.categories, self.has_masks = data.categories, data.has_masks
+        if lost := sorted(wanted.difference(data.names)):
+            raise FileNotFoundError(f"the data no longer has {lost[0]}, which the run's split names; restore it")
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [self._data.names[index] for index in self._indices]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def read(self, index: int, seed: int | None = None) -> tuple[Image.Image, Target]:
+        return self._data.read(self._indices[index], seed)
+
+    def with_objects(self) -> Sequence[int]:
+        having = set(self._data.with_objects())
+        return [position for position, index in enumerate(self._indices) if index in having]
+
+    def shapes(self, index: int) -> Shapes:
+        return self._data.shapes(self._indices[index])
 
 
 def open_detection(data: str, split: str, *, masks: bool = True, skip_bad: bool = False) -> DetectionData:
@@ -69,6 +111,19 @@ def open_detection(data: str, split: str, *, masks: bool = True, skip_bad: bool 
     return CocoData(Path(data), split, masks=masks, skip_bad=skip_bad)
 
 
+def has_split(data: str, split: str) -> bool:
+    """Whether the data has a ``split`` of its own."""
+    return data.partition(":")[0] == garments.NAME or split_file(Path(data), split) is not None
+
+
+def hold_out_images(data: DetectionData, fraction: float, seed: int) -> Split:
+    """Hold out a ``fraction`` of the images of each category, the rarest of an image's counting for it."""
+    labels = [data.shapes(index)[3] for index in range(len(data))]
+    frequency = Counter(label for one in labels for label in set(one))
+    rarest = [min(one, key=lambda label: (frequency[label], label)) if one else 0 for one in labels]
+    return hold_out(data.names, rarest, fraction, seed)
+
+
 class TrainSet:
     """The training batches of a process; its worker processes live as long as this does.
 
@@ -82,7 +137,7 @@ class TrainSet:
         accumulate: parts into which a process splits its share of the batch.
         process: which of the processes this is.
         workers: data-loading processes.
-        hflip: probability of a horizontal flip.
+        augmentation: what is done to each image.
         skip_bad: replace images that cannot be read by others, instead of stopping.
     """
 
@@ -95,7 +150,7 @@ class TrainSet:
         accumulate: int = 1,
         process: Process = SINGLE_PROCESS,
         workers: int = 0,
-        hflip: float = 0.5,
+        augmentation: Augmentation | None = None,
         skip_bad: bool = False,
     ) -> None:
         self.categories = data.categories
@@ -103,7 +158,9 @@ class TrainSet:
         self._batching = Batching(batch_size, accumulate, process)
         self.batches_per_epoch = self._batching.micro_batches(len(data.with_objects()))
         self._requests: list[MicroBatch] = []
-        self._loader = BatchLoader(_Batches(data, seed, batch_size, hflip, skip_bad), self._requests, workers)
+        self._loader = BatchLoader(
+            _Batches(data, seed, batch_size, augmentation or Augmentation(), skip_bad), self._requests, workers
+        )
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """An epoch from micro-batch ``start`` on; one such iteration at a time."""
@@ -116,7 +173,8 @@ class TrainSet:
                 yield batch
         finally:
             if bad := self.skipped - before:
-                logger.warning("%d images of epoch %d could not be read; others took their place", bad, epoch)
+                images = "1 image" if bad == 1 else f"{bad} images"
+                logger.warning("%s of epoch %d could not be read; others were taken instead", images, epoch)
 
 
 class _Batches:
@@ -125,9 +183,11 @@ class _Batches:
     So it does not matter which worker is asked for which.
     """
 
-    def __init__(self, data: DetectionData, seed: int, batch_size: int, hflip: float, skip_bad: bool) -> None:
+    def __init__(
+        self, data: DetectionData, seed: int, batch_size: int, augmentation: Augmentation, skip_bad: bool
+    ) -> None:
         self._data, self._seed, self._batch_size = data, seed, batch_size
-        self._hflip, self._skip_bad = hflip, skip_bad
+        self._augmentation, self._skip_bad = augmentation, skip_bad
         self._indices = torch.as_tensor(data.with_objects())
         self._order: tuple[int, Tensor] | None = None
 
@@ -136,8 +196,7 @@ class _Batches:
         for position in request.positions:
             image, target, bad = self._read(request.epoch, position)
             drawn = random.Random(derive_seed(self._seed, "augment", request.epoch, position))
-            if drawn.random() < self._hflip:
-                image, target = flip(image, target)
+            image, target = self._augmentation(image, target, drawn)
             images.append(image_tensor(image))
             targets.append(training_target(target))
             skipped += bad
@@ -185,10 +244,9 @@ class EvalSet:
             else:
                 yield sample
 
-    def examples(self, count: int) -> list[Image.Image]:
-        """The first ``count`` images of the whole set that can be read."""
-        readable = filter(None, map(self._samples.read, range(self.size)))
-        return [image for image, _ in islice(readable, count)]
+    def examples(self, count: int) -> list[tuple[Image.Image, Target]]:
+        """The first ``count`` images of the whole set that can be read, and their objects."""
+        return list(islice(filter(None, map(self._samples.read, range(self.size))), count))
 
 
 class _EvalSamples:
@@ -208,14 +266,6 @@ class _EvalSamples:
             if not self._skip_bad:
                 raise
             return None
-
-
-def flip(image: Image.Image, target: Target) -> tuple[Image.Image, Target]:
-    """Left and right exchanged, in the image and in its objects."""
-    left, top, right, bottom = target.boxes.unbind(1)
-    boxes = torch.stack((image.width - right, top, image.width - left, bottom), 1)
-    masks = None if target.masks is None else target.masks.flip(2)
-    return ImageOps.mirror(image), replace(target, boxes=boxes, masks=masks)
 
 
 def image_tensor(image: Image.Image) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,7 +73,7 @@ class MaskCrop:
 
 @dataclass(frozen=True)
 class Detection:
-    """An object that a detector found; ``label`` counts from 1."""
+    """An object that a detector found; ``label`` counts from 1. An annotated object has the score NaN."""
 
     box: Box
     label: int
@@ -98,6 +99,16 @@ def detections_from_output(output: Mapping[str, Tensor], threshold: float = 0.0)
     objects = zip(boxes, labels, scores, masks, strict=True)
     detections = [Detection(tuple(box), label, score, mask) for box, label, score, mask in objects]
     return sorted(detections, key=lambda detection: -detection.score)
+
+
+def annotated_objects(target: Target) -> list[Detection]:
+    """The annotated objects of an image in the form of detections, crowds left out."""
+    objects = []
+    for index in torch.nonzero(~target.crowd)[:, 0].tolist():
+        mask = None if target.masks is None else MaskCrop.around(target.masks[index].numpy())
+        left, top, right, bottom = target.boxes[index].tolist()
+        objects.append(Detection((left, top, right, bottom), int(target.labels[index]), nan, mask))
+    return objects
 
 
 def coco_annotations(target: Target, categories: Sequence[Category]) -> list[dict[str, Any]]:

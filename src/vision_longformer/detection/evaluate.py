@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
@@ -18,18 +19,23 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, distributed, nn
 
+from ..checkpoint import resolve_checkpoint
 from ..data.loading import Progress
 from ..data.order import Process
 from ..data.sources import check_classes
+from ..data.split import Split
 from ..errors import check_choice
 from ..export.runtime import is_exported
 from ..geometry import ceil_div
 from ..training.distributed import autocast
-from ..training.recipe import PRECISIONS
+from ..training.recipe import PRECISIONS, resolve
+from ..training.run_directory import RECIPE
+from . import garments
 from .checkpoint import Detector
-from .dataset import DetectionData, EvalSet, open_detection
+from .dataset import DetectionData, EvalSet, Subset, open_detection
 from .detections import Category, Target, coco_annotations, coco_result, detections_from_output
 from .export import open_detector
+from .recipe import DetectionRecipe
 
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 """In pycocotools' order: over IoUs from .5 to .95, at .5, at .75, of small, medium and large objects; then recall with
@@ -68,8 +74,8 @@ class DetectionResult:
 
 def evaluate(
     checkpoint: str | Path,
-    data: str = "garments",
-    split: str = "validation",
+    data: str | None = None,
+    split: str | None = None,
     *,
     workers: int = 2,
     precision: str = "fp32",
@@ -79,9 +85,10 @@ def evaluate(
     """COCO's metrics of a checkpoint on the ``split`` of ``data``; under ``torchrun``, processes share the images.
 
     Args:
-        checkpoint: a .safetensors file of a detector, or a .onnx or .pt2 file that was exported from one.
-        data: a folder in COCO's format, or the built-in garments.
-        split: which part of it.
+        checkpoint: a run directory, a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
+        data: a folder in COCO's format, or the built-in garments; by default what the checkpoint's run was evaluated
+            on, garments for a checkpoint that lies in no run directory.
+        split: which part of it; by default the run's, images that it held out included, or validation.
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.
         skip_bad: leave out invalid images and annotations, instead of stopping.
@@ -91,12 +98,32 @@ def evaluate(
     if is_exported(checkpoint) and precision != "fp32":
         raise ValueError(f"{checkpoint} computes in the precision that it was exported with; leave out {precision}")
     detector = open_detector(checkpoint)
+    data, split, names = eval_images(checkpoint, data, split)
     source = open_detection(data, split, masks=detector.config.kind == "mask_rcnn", skip_bad=skip_bad)
+    if names is not None:
+        source = Subset(source, names)
     _check_categories(detector, str(checkpoint), source, data)
     state = PartialState(cpu=not torch.cuda.is_available())
     process = Process(state.process_index, state.num_processes)
     eval_set = EvalSet(source, process=process, workers=workers, skip_bad=skip_bad)
     return evaluate_detector(detector.model.to(state.device), eval_set, state.device, precision, progress)
+
+
+def eval_images(checkpoint: str | Path, data: str | None, split: str | None) -> tuple[str, str, tuple[str, ...] | None]:
+    """Data, split and, if the run of a checkpoint held them out itself, names of the images to evaluate on.
+
+    What is not given is as in the run whose directory the checkpoint lies in.
+    """
+    run = resolve_checkpoint(checkpoint).parent
+    if split is not None or not (run / RECIPE).is_file():
+        return data or garments.NAME, split or "validation", None
+    recipe = resolve(DetectionRecipe, str(run / RECIPE))
+    if data is not None and Path(data).absolute() != Path(recipe.data).absolute():
+        return data, "validation", None
+    held_out = Split.read(run)
+    if held_out is not None:
+        return recipe.data, recipe.train_split, held_out.evaluation
+    return recipe.data, recipe.eval_split, None
 
 
 def _check_categories(detector: Detector, checkpoint: str, source: DetectionData, data: str) -> None:
@@ -228,12 +255,18 @@ def coco_metrics(
         evaluation.summarize()
     overall = {name: _percent(value) for name, value in zip(METRICS, evaluation.stats, strict=True)}
     precision = evaluation.eval["precision"][:, :, :, 0, -1]  # IoU × recall × category, all sizes, most results
-    names = {category.id: category.name for category in categories}
+    names = distinct_names(categories)
     by_category = {
         names[category_id]: _percent(_mean(precision[:, :, index]))
         for index, category_id in enumerate(evaluation.params.catIds)
     }
     return CocoMetrics(overall, by_category)
+
+
+def distinct_names(categories: Sequence[Category]) -> dict[int, str]:
+    """Names by id; those of several categories are followed by the id, as in ``bat (id 3)``."""
+    count = Counter(category.name for category in categories)
+    return {one.id: one.name if count[one.name] == 1 else f"{one.name} (id {one.id})" for one in categories}
 
 
 def _index(

@@ -53,8 +53,16 @@ class Garments:
     def __len__(self) -> int:
         return TRAINING_IMAGES if self.training else VALIDATION_IMAGES
 
+    @property
+    def names(self) -> Sequence[str]:
+        return [str(number) for number in range(1, 1 + len(self))]
+
     def with_objects(self) -> Sequence[int]:
         return range(len(self))
+
+    def shapes(self, index: int) -> tuple[int, int, np.ndarray, list[int]]:
+        image, target = self.read(index)
+        return image.width, image.height, target.boxes.numpy(), target.labels.tolist()
 
     def read(self, index: int, seed: int | None = None) -> tuple[Image.Image, Target]:
         random = np.random.default_rng(derive_seed("garments", int(self.training), index, 0 if seed is None else seed))

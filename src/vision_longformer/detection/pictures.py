@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import isnan
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,8 @@ COLOURS = (
 
 DRAWN = 900
 """Pixels of the longer side to which smaller images are enlarged, so that names can be read."""
+
+TEXT_COLOUR, NOTHING_COLOUR = "#1c2733", "#b3261e"
 
 OPACITY = 0.42
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
@@ -57,6 +60,26 @@ def draw_detections(image: Image.Image, detections: Sequence[Detection], names: 
     for detection in detections:
         _tag(draw, detection, names[detection.label - 1], scale, font, taken)
     return canvas
+
+
+def draw_pair(
+    image: Image.Image, annotated: Sequence[Detection], detections: Sequence[Detection], names: Sequence[str]
+) -> Image.Image:
+    """Annotated objects on the left, detections on the right, each below its heading; nothing found is said."""
+    found = f"found: {len(detections)}" if detections else "nothing found"
+    headings = (f"annotated: {len(annotated)}", found)
+    sides = [draw_detections(image, objects, names) for objects in (annotated, detections)]
+    width, height = sides[0].size
+    gap, font = round(width / 60), _font(max(16, round(width / 28)))
+    head = 2 * round(font.size)
+    sheet = Image.new("RGB", (2 * width + gap, head + height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for index, (side, heading) in enumerate(zip(sides, headings, strict=True)):
+        left = index * (width + gap)
+        sheet.paste(side, (left, head))
+        colour = NOTHING_COLOUR if index and not detections else TEXT_COLOUR
+        draw.text((left + gap, head / 2), heading, font=font, fill=colour, anchor="lm")
+    return sheet
 
 
 def _tint(image: Image.Image, mask: MaskCrop, colour: Colour, scale: float, line: int) -> None:
@@ -88,7 +111,7 @@ def _tag(
     taken: list[Area],
 ) -> None:
     """Name and score at the corner of the box where they cover no other tag, if there is such a corner."""
-    text = f"{name} {detection.score:.0%}"
+    text = name if isnan(detection.score) else f"{name} {detection.score:.0%}"
     left, top, right, bottom = (round(value * scale) for value in detection.box)
     pad = max(2, round(font.size / 5))
     width, height = round(font.getlength(text)) + 2 * pad, round(font.size * 1.2) + pad
@@ -125,7 +148,7 @@ def page(pictures: Sequence[Image.Image], caption: str, *, columns: int = 3, wid
     small = [[_fitted(picture, side) for picture in row] for row in rows]
     heights = [max(picture.height for picture in row) for row in small]
     sheet = Image.new("RGB", (width, head + sum(heights) + gap * len(heights)), "white")
-    ImageDraw.Draw(sheet).text((gap, head / 2), caption, font=_font(22), fill="#1c2733", anchor="lm")
+    ImageDraw.Draw(sheet).text((gap, head / 2), caption, font=_font(22), fill=TEXT_COLOUR, anchor="lm")
     top = head
     for row, height in zip(small, heights, strict=True):
         for column, picture in enumerate(row):

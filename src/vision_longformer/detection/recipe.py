@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ..errors import check_choice, check_fraction
+from ..errors import check_at_least, check_choice, check_fraction
 from ..models.config import PAPER_TABLE_RESIZE, TABLE_RESIZES
 from ..models.zoo import MODELS
 from ..training.recipe import BackboneSettings
@@ -66,6 +66,9 @@ class DetectionRecipe(BackboneSettings):
         eval_split: name of the split to evaluate on.
         skip_bad: skip invalid images and annotations, instead of stopping.
         hflip: probability of a horizontal flip.
+        scale_jitter: smallest and largest factor by which objects change in size, by cutting or bordering the image.
+        color_jitter: brightness, contrast and saturation change by a factor of up to 1 ± this.
+        freeze: the first stages of the backbone, patch embedding included, that keep the weights they start with.
     """
 
     task: ClassVar[str] = "detection"
@@ -81,6 +84,9 @@ class DetectionRecipe(BackboneSettings):
     eval_split: str = "val2017"
     skip_bad: bool = False
     hflip: float = 0.5
+    scale_jitter: tuple[float, float] = (1.0, 1.0)
+    color_jitter: float = 0.0
+    freeze: int = 0
     steps: int | None = 90_000
     batch_size: int = 16
     lr: float = 1e-4
@@ -97,6 +103,12 @@ class DetectionRecipe(BackboneSettings):
         check_choice("detector", self.detector, DETECTORS)
         check_choice("table_resize", self.table_resize, TABLE_RESIZES)
         check_fraction("hflip", self.hflip)
+        check_fraction("color_jitter", self.color_jitter)
+        if not 0 < self.scale_jitter[0] <= self.scale_jitter[1]:
+            raise ValueError(
+                f"scale_jitter is {self.scale_jitter}; give a smallest and a largest factor, as [0.8, 1.25]"
+            )
+        check_at_least("freeze", self.freeze, 0)
         self.detector_config(num_classes=1)
 
     def detector_config(self, num_classes: int) -> DetectorConfig:
@@ -106,3 +118,8 @@ class DetectionRecipe(BackboneSettings):
             options |= {"drop_path_rate": self.drop_path, "neighbours": self.neighbours}
         config = DetectorConfig(self.detector, self.model, num_classes, options)
         return config.override(**self.detector_options)
+
+
+def default_recipe(changes: Mapping[str, Any]) -> str:
+    """The recipe of a run for which none is named: ``own_objects`` for data that is given, else ``quickstart``."""
+    return "own_objects" if "data" in changes else "quickstart"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,33 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from ..data.loading import Progress
 from ..data.order import Process
 from ..data.randomness import derive_seed, seeded
+from ..data.split import EVAL_FRACTION, SPLIT_FILE, Split
 from ..training import run
 from ..training.callbacks import Callback
+from ..training.loop import total_steps
 from ..training.run import TrainedRun
 from ..training.task import TrainingTask
-from .checkpoint import load_backbone, save_detector
-from .dataset import Batch, DetectionData, EvalSet, TrainSet, open_detection
+from .augment import Augmentation
+from .checkpoint import freeze_stages, load_backbone, save_detector
+from .dataset import Batch, DetectionData, EvalSet, Subset, TrainSet, has_split, hold_out_images, open_detection
+from .derive import derive
+from .detections import annotated_objects
 from .detectors import build_detector
+from .estimate import run_seconds, trial_step
 from .evaluate import evaluate_detector
 from .export import open_detector
-from .pictures import draw_detections, page, save_image
+from .pictures import draw_pair, page, save_image
 from .predict import predict_image
-from .recipe import DetectionRecipe
+from .recipe import DetectionRecipe, default_recipe
+from .statistics import object_statistics
 
 logger = logging.getLogger(__name__)
 
 NUM_PICTURES = 6
 """Images on the page of predictions."""
+
+MAX_CATEGORIES = 12
+"""Named at the start of a run, with their objects."""
 
 MIN_PICTURED_SCORE = 0.3
 """Lowest score of what is drawn there: a detector that has just begun is not sure of anything."""
@@ -49,7 +60,7 @@ class DetectionTask(TrainingTask):
     def __init__(self, recipe: DetectionRecipe, accelerator: Accelerator, run: Path | None = None) -> None:
         self.recipe, self.accelerator = recipe, accelerator
         process = Process(accelerator.process_index, accelerator.num_processes)
-        train_data, eval_data = _open_data(recipe)
+        train_data, eval_data, self._split = _open_data(recipe, run)
         self.train_set = TrainSet(
             train_data,
             seed=recipe.seed,
@@ -57,7 +68,7 @@ class DetectionTask(TrainingTask):
             accumulate=recipe.accumulate,
             process=process,
             workers=recipe.workers,
-            hflip=recipe.hflip,
+            augmentation=Augmentation(recipe.hflip, recipe.scale_jitter, recipe.color_jitter),
             skip_bad=recipe.skip_bad,
         )
         self.eval_set = EvalSet(eval_data, process=process, workers=recipe.workers, skip_bad=recipe.skip_bad)
@@ -65,7 +76,41 @@ class DetectionTask(TrainingTask):
             self.model = build_detector(recipe.detector_config(len(train_data.categories)))
         if recipe.init is not None:
             logger.info("%s", load_backbone(self.model, recipe.init, recipe.table_resize))
+        if recipe.freeze:
+            freeze_stages(self.model, recipe.freeze)
         self.batches_per_epoch = self.train_set.batches_per_epoch
+        self._train_data, self._eval_data = train_data, eval_data
+
+    @classmethod
+    def derive(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return derive(values)
+
+    def files(self) -> dict[str, str]:
+        return {} if self._split is None else {SPLIT_FILE: self._split.to_json()}
+
+    def summary(self) -> dict[str, str]:
+        """The images and their objects, the detector, where its weights come from, and how long it will take."""
+        recipe, config = self.recipe, self.recipe.detector_config(len(self.train_set.categories))
+        statistics = object_statistics(self._train_data)
+        counts = ", ".join(f"{name} {count}" for name, count in islice(statistics.counts.items(), MAX_CATEGORIES))
+        more = len(statistics.counts) - MAX_CATEGORIES
+        held_out = "held out of the training images" if self._split else recipe.eval_split
+        steps = total_steps(recipe, self.batches_per_epoch)
+        trial = trial_step(self.model, statistics, self.accelerator.device)
+        seconds = run_seconds(recipe, steps, self.batches_per_epoch, len(self._eval_data), trial)
+        parameters = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        return {
+            "data": recipe.data,
+            "training": f"{len(self._train_data)} images, {sum(statistics.counts.values())} objects",
+            "evaluation": f"{len(self._eval_data)} images ({held_out})",
+            "categories": counts + (f" and {more} more" if more > 0 else ""),
+            **statistics.rows(),
+            "detector": f"{recipe.detector}, images of {config.min_sizes[-1]} to {config.max_size} pixels",
+            "anchors": f"from {config.cells * 4 * 2 ** (config.stages[0] - 1):g} pixels",
+            "model": f"{recipe.model}, {parameters:.1f} million parameters",
+            "starting weights": recipe.init or "random",
+            "steps": f"{steps} of {recipe.batch_size} images, about {max(1, round(seconds / 60))} min",
+        }
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         device = self.accelerator.device
@@ -93,52 +138,59 @@ class DetectionTask(TrainingTask):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.model, options=options)
         if self.accelerator.is_main_process:
-            whole = build_detector(self.recipe.detector_config(len(self.train_set.categories)))
+            config = self.recipe.detector_config(len(self.train_set.categories))
+            whole = build_detector(config.without_pretrained())
             whole.load_state_dict(state)
             categories = [category._asdict() for category in self.train_set.categories]
             save_detector(whole, path, info={"categories": categories}, overwrite=True)
 
     def draw(self, folder: Path) -> None:
-        """A page of evaluation images with the detections of the best detector."""
+        """A page of evaluation images, each with what is annotated and with what the best detector finds."""
         detector = open_detector(folder / "best.safetensors")
         names = [category.name for category in detector.categories]
         pictures = []
-        for image in self.eval_set.examples(NUM_PICTURES):
+        for image, target in self.eval_set.examples(NUM_PICTURES):
             detections = predict_image(detector.model, image, threshold=MIN_PICTURED_SCORE)
-            pictures.append(draw_detections(image, detections, names))
-        where = f"{self.recipe.data}, {self.recipe.eval_split}"
-        caption = f"{where}: objects with a score of at least {MIN_PICTURED_SCORE}"
-        save_image(page(pictures, caption), folder / "predictions.png", overwrite=True)
+            pictures.append(draw_pair(image, annotated_objects(target), detections, names))
+        where = f"{self.recipe.data}, {'held out' if self._split else self.recipe.eval_split}"
+        caption = f"{where}: annotated, and found with a score of at least {MIN_PICTURED_SCORE}"
+        save_image(page(pictures, caption, columns=2), folder / "predictions.png", overwrite=True)
 
     @staticmethod
     def redraws_features(step: int, epoch: int, step_of_epoch: int) -> bool:
         return step > 0 and step % REDRAW_STEPS == 0
 
 
-def _open_data(recipe: DetectionRecipe) -> tuple[DetectionData, DetectionData]:
-    """The training and the evaluation split, which must have the same categories."""
+def _open_data(recipe: DetectionRecipe, run: Path | None) -> tuple[DetectionData, DetectionData, Split | None]:
+    """The training and the evaluation images, which have the same categories, and the split if the run made one."""
     masks = recipe.detector == "mask_rcnn"
-    train_data, eval_data = (
-        open_detection(recipe.data, split, masks=masks, skip_bad=recipe.skip_bad)
-        for split in (recipe.train_split, recipe.eval_split)
-    )
+    train_data = open_detection(recipe.data, recipe.train_split, masks=masks, skip_bad=recipe.skip_bad)
     if masks and not train_data.has_masks:
         raise ValueError(f"{recipe.data} has boxes but no masks, which mask_rcnn learns from; use --detector retinanet")
+    if recipe.eval_fraction is not None or not has_split(recipe.data, recipe.eval_split):
+        fraction = EVAL_FRACTION if recipe.eval_fraction is None else recipe.eval_fraction
+        split = Split.read(run) or hold_out_images(train_data, fraction, recipe.seed)
+        return Subset(train_data, split.train), Subset(train_data, split.evaluation), split
+    eval_data = open_detection(recipe.data, recipe.eval_split, masks=masks, skip_bad=recipe.skip_bad)
     if train_data.categories != eval_data.categories:
         raise ValueError(
             f"the categories of {recipe.train_split} and {recipe.eval_split} in {recipe.data} differ; use one list"
         )
-    return train_data, eval_data
+    return train_data, eval_data, None
 
 
 def train(
-    recipe: str | DetectionRecipe = "quickstart",
+    recipe: str | DetectionRecipe | None = None,
     *,
     output: str | Path | None = None,
     callback: Callback | None = None,
     **changes: Any,
 ) -> TrainedRun:
-    """Train a detector as a recipe says, in a new run directory; see :func:`vision_longformer.classification.train`."""
+    """Train a detector as a recipe says, in a new run directory; see :func:`vision_longformer.classification.train`.
+
+    Without a recipe, ``own_objects`` is for ``data`` that is given, and otherwise ``quickstart`` for the built-in data.
+    """
+    recipe = recipe or default_recipe(changes)
     return run.train(DetectionTask, recipe, output=output, callback=callback, **changes)
 
 

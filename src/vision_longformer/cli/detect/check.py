@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..output import print_json, print_line, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from ...detection.coco import CheckReport
+
+LARGEST_SIDE = 1333
+"""Pixels of the longer side of images that are suggested at most, as in the paper."""
 
 MAX_ROWS = 50
 """Problems that fit on a screen; --json lists all."""
@@ -13,8 +21,10 @@ MAX_ROWS = 50
 def detect_check(data: str, *, split: str | None = None, json: bool = False) -> None:
     """Check a data set in COCO's format: what is wrong with which image or annotation. Exit code 1 if anything is.
 
-    It looks for missing images, images of another size than stated, ids that are duplicate or refer to nothing, boxes
-    without area or outside of their image, masks that do not match it, and empty data sets.
+    It looks for missing images, images of another size than stated, ids that are text, duplicate or refer to nothing,
+    boxes without area, outside of their image or given by two corners, masks that do not match it, names that several
+    categories have, splits with other categories or with images in common, and empty data sets. It also prints how
+    large and how many the objects are, and which image size and anchors suit them.
 
     Args:
         data: a folder with annotations and images, or a .json file beside its images.
@@ -28,7 +38,12 @@ def detect_check(data: str, *, split: str | None = None, json: bool = False) -> 
     if json:
         print_json(
             [
-                {**one._asdict(), "annotations": str(one.annotations), "problems": [p._asdict() for p in one.problems]}
+                {
+                    **one._asdict(),
+                    "annotations": str(one.annotations),
+                    "problems": [p._asdict() for p in one.problems],
+                    "statistics": _statistics(data, one),
+                }
                 for one in reports
             ]
         )
@@ -40,8 +55,31 @@ def detect_check(data: str, *, split: str | None = None, json: bool = False) -> 
                 print_table("", ("image", "annotation", "what is wrong"), rows, left=3)
             if len(one.problems) > MAX_ROWS:
                 print_line(f"… and {len(one.problems) - MAX_ROWS} more; --json lists all")
+            if rows := _statistics(data, one):
+                print_table("", ("", ""), list(rows.items()), left=2)
     if any(one.problems for one in reports):
         raise SystemExit(1)
+
+
+def _statistics(data: str, report: CheckReport) -> dict[str, str]:
+    """Of the valid objects, and what suits them; nothing where there are none."""
+    from ...detection.coco import CocoData
+    from ...detection.statistics import object_statistics
+
+    try:
+        source = CocoData(Path(data), report.split, masks=False, skip_bad=True)
+    except ValueError:
+        return {}
+    if not source.with_objects():
+        return {}
+    statistics = object_statistics(source)
+    side = statistics.image_side(LARGEST_SIDE)
+    return {
+        "categories": ", ".join(f"{name} {count}" for name, count in statistics.counts.items()),
+        **statistics.rows(),
+        "suggested min_size and max_size": f"{side} (longer side)",
+        "suggested anchor_scale": f"{statistics.anchor_scale(side):g}",
+    }
 
 
 def _count(problems: Sequence[object]) -> str:

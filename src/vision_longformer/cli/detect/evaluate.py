@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def detect_evaluate(
     checkpoint: str,
     *,
-    data: str = "garments",
-    split: str = "validation",
+    data: str | None = None,
+    split: str | None = None,
     workers: int = 2,
     precision: str = "fp32",
     skip_bad: bool = False,
@@ -31,9 +31,10 @@ def detect_evaluate(
     Under torchrun, the processes share the images; each image is counted once.
 
     Args:
-        checkpoint: a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
-        data: a folder in COCO's format, or the built-in garments (a synthetic composition of real images).
-        split: name of the split.
+        checkpoint: a run directory, a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
+        data: a folder in COCO's format, or the built-in garments (a synthetic composition of real images); by default
+            what the checkpoint's run was evaluated on, else garments.
+        split: name of the split; the run's by default, with the images that it held out, else validation.
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.
         skip_bad: skip invalid images and annotations, instead of stopping.
@@ -43,7 +44,7 @@ def detect_evaluate(
     """
     from accelerate import PartialState
 
-    from ...detection.evaluate import evaluate
+    from ...detection.evaluate import eval_images, evaluate
 
     if results is not None and Path(results).exists():
         raise FileExistsError(f"{results} exists; choose another name or remove it first")
@@ -63,10 +64,11 @@ def detect_evaluate(
     if results is not None:
         with atomic_write(results) as temporary:
             temporary.write_text(json_format.dumps(result.detections))
+    data, split, held_out = eval_images(checkpoint, data, split)
     if json:
         print_json({"checkpoint": checkpoint, "data": data, "split": split, **_plain(result, per_category)})
         return
-    print_line(f"{checkpoint} on {data}, {split}")
+    print_line(f"{checkpoint} on {data}, {'images that the run held out' if held_out else split}")
     _print_result(result, per_category)
     if results is not None:
         print_line(f"wrote {results}: {len(result.detections)} detections")

@@ -20,6 +20,7 @@ def detect_predict(
     threshold: float = 0.5,
     output: str | None = None,
     tile: int | None = None,
+    data: str | None = None,
     json: bool = False,
 ) -> None:
     """Detect objects in images: print categories, scores and boxes, and draw pictures of them.
@@ -27,12 +28,14 @@ def detect_predict(
     With --tile, objects that the border of a tile cuts are merged from the pieces in neighbouring tiles.
 
     Args:
-        checkpoint: a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
+        checkpoint: a run directory, a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
         images: image files of any format and size, or folders of them.
         threshold: lowest score of an object.
         output: a folder to write each image to as NAME.png, with boxes, masks, names and scores.
         tile: side in pixels of the overlapping tiles in which to look at large images; whole images by default.
-        json: print JSON in COCO's results format, with the file added; boxes are [left, top, width, height].
+        data: the data set in COCO's format that the images are of, for its image ids in the JSON; they are counted
+            from 1 by default.
+        json: print JSON in COCO's results format, with file and category added; boxes are [left, top, width, height].
     """
     import torch
 
@@ -43,28 +46,42 @@ def detect_predict(
     from ...detection.predict import predict
 
     files = image_files(images)
+    ids = _image_ids(files, data)
     pictures = [None] * len(files) if output is None else picture_paths(files, Path(output))
     detector = open_detector(checkpoint)
     model = detector.model.to("cuda" if torch.cuda.is_available() else "cpu")
     names = [category.name for category in detector.categories]
     predictions = predict(model, files, threshold=threshold, tile=tile)
     results: list[dict[str, Any]] = []
-    for number, (prediction, path) in enumerate(zip(predictions, pictures, strict=True), 1):
+    for number, prediction, path in zip(ids, predictions, pictures, strict=True):
         image = prediction.image
         if path is not None:
             save_image(draw_detections(image, prediction.detections, names), path)
         if json:
             for one in prediction.detections:
                 result = coco_result(one, number, detector.categories, (image.height, image.width))
-                results.append({"file": prediction.file, **result})
+                results.append({"file": prediction.file, "category": names[one.label - 1], **result})
         else:
             _print_objects(prediction, names, path)
     if json:
         print_json(results)
 
 
+def _image_ids(files: Sequence[Path], data: str | None) -> list[int]:
+    """A number for each image: its id in the data set, or its place in the list."""
+    if data is None:
+        return list(range(1, 1 + len(files)))
+    from ...detection.coco import image_ids
+
+    ids = image_ids(data)
+    for file in files:
+        if file.resolve() not in ids:
+            raise ValueError(f"{file} is not an image of {data}; leave out --data, or give images of that data set")
+    return [ids[file.resolve()] for file in files]
+
+
 def _print_objects(prediction: Prediction, names: Sequence[str], picture: Path | None) -> None:
-    print_line(f"{prediction.file}: {len(prediction.detections)} found")
+    print_line(f"{prediction.file}: {len(prediction.detections) or 'nothing'} found")
     if prediction.detections:
         rows = [
             (names[one.label - 1], f"{100 * one.score:.1f}", *(f"{value:.0f}" for value in one.box))

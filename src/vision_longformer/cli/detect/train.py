@@ -2,34 +2,85 @@
 
 from __future__ import annotations
 
-from ..output import print_line
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...training.callbacks import duration
+from ..output import print_line, print_table
 from ..parser import settings_from
 from ..recipes import recipe_settings
 from ..training import run_training
 
+if TYPE_CHECKING:
+    from ...training.run import TrainedRun
+
 
 @settings_from(lambda: recipe_settings("detection"))
 def detect_train(
-    recipe: str | None = None, /, resume: str | None = None, output: str | None = None, **settings: str
+    recipe: str | None = None,
+    /,
+    resume: str | None = None,
+    output: str | None = None,
+    dry_run: bool = False,
+    **settings: str,
 ) -> None:
     """Train a detector.
 
-    Without arguments, a small Mask R-CNN learns to find garments in photos: the built-in data, real garments pasted
-    onto real photos. Change any setting of a recipe by --key value; 'vil detect recipes' lists the recipes. Ctrl-C
-    saves a checkpoint and stops.
+    'vil detect train --data FOLDER' trains on your own annotated images: settings are derived from them and from this
+    machine. Without arguments, a small Mask R-CNN learns to find garments in photos: the built-in data, real garments
+    pasted onto real photos. Change any setting of a recipe by --key value; 'vil detect recipes' lists the recipes.
+    Ctrl-C saves a checkpoint and stops.
 
     Args:
-        recipe: a name from 'vil detect recipes' or a .yaml file of your own; quickstart by default.
-        resume: resume the run in this directory; cannot be combined with other arguments.
+        recipe: a name from 'vil detect recipes' or a .yaml file; own_objects with --data, else quickstart by default.
+        resume: resume the run in this directory; with --epochs, a finished run is trained on to so many in all.
         output: the run directory, runs/detect-RECIPE-1 or the next free number by default.
+        dry_run: print all settings, the schedule, and the estimated time and memory on this machine, without training.
     """
+    from ...detection.recipe import default_recipe
     from ...detection.task import DetectionTask
     from ...training.recipe import parse_values
 
-    trained = run_training(DetectionTask, recipe, resume, output, parse_values(settings), "vil detect train")
-    if trained is None:
+    changes = parse_values(settings)
+    if recipe is None and resume is None:
+        recipe = default_recipe(changes)
+    if dry_run and recipe is not None:
+        _print_plan(recipe, changes)
         return
-    results = {name: f"{value:.1f}" for name, value in trained.best.items() if name.endswith(("_AP", "_AP50"))}
-    print_line(f"{', '.join(f'{name} {value}' for name, value in results.items())}; {trained.checkpoint}")
+    trained = run_training(DetectionTask, recipe, resume, output, changes, "vil detect train")
+    if trained is not None:
+        _print_end(trained)
+
+
+def _print_end(trained: TrainedRun) -> None:
+    print_line(f"best: {_metrics(trained.best)}; {trained.checkpoint}")
+    print_line(f"last: {_metrics(trained.last)}; {trained.run / 'last.safetensors'}")
     print_line(f"look at {' and '.join(map(str, trained.pictures))}")
-    print_line(f"next: vil detect predict {trained.checkpoint} IMAGE --output FOLDER")
+    print_line(f"next: vil detect predict {trained.run} IMAGE --output FOLDER, or vil detect evaluate {trained.run}")
+
+
+def _metrics(results: Mapping[str, float]) -> str:
+    shown = {name: value for name, value in results.items() if name.endswith(("_AP", "_AP50"))}
+    return ", ".join(f"{name} {value:.1f}" for name, value in shown.items())
+
+
+def _print_plan(recipe: str, changes: Mapping[str, Any]) -> None:
+    from ...detection.derive import derive
+    from ...detection.estimate import estimate
+    from ...detection.recipe import DetectionRecipe
+    from ...training.recipe import resolve, to_yaml
+
+    resolved = resolve(DetectionRecipe, recipe, derive, **changes)
+    print_line(to_yaml(resolved).rstrip())
+    plan = estimate(resolved)
+    print_table("Schedule", ("epoch", "learning rate"), [(f"{at:.3g}", f"{rate:.3g}") for at, rate in plan.rates])
+    rows = [
+        ("data", plan.data),
+        ("optimiser steps", f"{plan.steps:,}"),
+        ("one image, forward and backward", f"{plan.seconds_per_image:.3g} s"),
+        ("whole training on this machine, with evaluation", duration(plan.seconds)),
+        ("memory of weights, gradients and optimiser", f"{plan.fixed_bytes / 1e6:,.0f} MB"),
+        ("memory of one image's activations", f"{plan.image_bytes / 1e6:,.1f} MB"),
+        (f"memory of a process with {plan.images} images at a time", f"{plan.bytes / 1e9:,.2f} GB"),
+    ]
+    print_table("Estimated from a step on one image on this machine", ("", ""), rows)

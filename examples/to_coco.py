@@ -1,0 +1,187 @@
+"""Objects in Pascal VOC's .xml files or labelme's .json files as a data set in COCO's format.
+
+    python examples/to_coco.py ANNOTATED OUTPUT [--tile 400] [--validation 4] [--name tree]
+
+ANNOTATED is a folder of .xml or .json files with their images beside them (for Pascal VOC's own folders, with images in
+JPEGImages). Outlines of labelme become masks. With `--tile`, large images are cut into tiles: an object belongs to the
+tile that its centre is in, its box is cut at the border of the tile, so that every object is there once, and masks are
+left out. With `--validation 4`, every fourth image or tile is for evaluation; with `--name tree`, all objects are
+trees, whatever they are called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+from PIL import Image, ImageOps
+
+CIRCLE_POINTS = 32
+"""Corners of the outline of a circle."""
+
+
+class Box(NamedTuple):
+    """An object's name, its borders in pixels and, where there is one, its outline as x, y, x, y, …"""
+
+    name: str
+    left: float
+    top: float
+    right: float
+    bottom: float
+    outline: tuple[float, ...] | None = None
+
+    def within(self, left: int, top: int, right: int, bottom: int) -> Box | None:
+        """The box as a part of the image shows it, if its centre is there."""
+        if not (left <= (self.left + self.right) / 2 < right and top <= (self.top + self.bottom) / 2 < bottom):
+            return None
+        borders = max(self.left, left), max(self.top, top), min(self.right, right), min(self.bottom, bottom)
+        return Box(self.name, borders[0] - left, borders[1] - top, borders[2] - left, borders[3] - top)
+
+
+Tile = tuple[dict[str, Any], list[Box]]
+"""How COCO's files state an image, and the objects that it shows."""
+
+
+def annotated_images(folder: Path, name: str | None) -> Iterator[tuple[Path, list[Box]]]:
+    """The image of each annotation file, and the objects in it, by their own names or all by one."""
+    files = sorted([*folder.glob("*.xml"), *folder.glob("Annotations/*.xml"), *folder.glob("*.json")])
+    if not files:
+        raise SystemExit(f"{folder} has no .xml files of Pascal VOC and no .json files of labelme")
+    for path in files:
+        image, boxes = read_voc(path) if path.suffix == ".xml" else read_labelme(path)
+        yield image, [box._replace(name=name or box.name) for box in boxes]
+
+
+def read_voc(path: Path) -> tuple[Path, list[Box]]:
+    """The image and the boxes of a Pascal VOC file."""
+    root = ElementTree.parse(path).getroot()
+    boxes = []
+    for item in root.iter("object"):
+        borders = [float(item.findtext(f"bndbox/{side}", "nan")) for side in ("xmin", "ymin", "xmax", "ymax")]
+        boxes.append(Box(item.findtext("name", ""), *borders))
+    name = root.findtext("filename", "")
+    places = [path.parent / name, path.parent.parent / "JPEGImages" / name]
+    return next((place for place in places if place.is_file()), places[0]), boxes
+
+
+def read_labelme(path: Path) -> tuple[Path, list[Box]]:
+    """The image, and the polygons, rectangles and circles of a labelme file; other shapes are skipped, and named."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    boxes = []
+    for shape in content["shapes"]:
+        outline = labelme_outline(shape)
+        if outline is None:
+            print(f"{path}: skipped {shape['label']}, a {shape['shape_type']}, which has no area")
+            continue
+        xs, ys = outline[::2], outline[1::2]
+        boxes.append(Box(shape["label"], min(xs), min(ys), max(xs), max(ys), outline))
+    return path.parent / content["imagePath"].replace("\\", "/"), boxes
+
+
+def labelme_outline(shape: dict[str, Any]) -> tuple[float, ...] | None:
+    """Corners x, y, x, y, … of a shape; None for lines and points."""
+    points, kind = shape["points"], shape.get("shape_type", "polygon")
+    if kind == "rectangle":
+        (left, top), (right, bottom) = points
+        points = [(left, top), (right, top), (right, bottom), (left, bottom)]
+    elif kind == "circle":
+        (x, y), edge = points
+        radius = math.dist((x, y), edge)
+        angles = [2 * math.pi * number / CIRCLE_POINTS for number in range(CIRCLE_POINTS)]
+        points = [(x + radius * math.cos(angle), y + radius * math.sin(angle)) for angle in angles]
+    elif kind != "polygon" or len(points) < 3:
+        return None
+    return tuple(float(value) for point in points for value in point)
+
+
+def tiles(image: Image.Image, side: int | None) -> Iterator[tuple[int, int, int, int]]:
+    """Equal parts of the image of at most ``side`` × ``side``: left, top, right, bottom; the whole of it without."""
+    rows, columns = (-(-length // (side or length)) for length in (image.height, image.width))
+    for row in range(rows):
+        for column in range(columns):
+            left, top = column * image.width // columns, row * image.height // rows
+            yield left, top, (column + 1) * image.width // columns, (row + 1) * image.height // rows
+
+
+def cut(images: Iterable[tuple[Path, list[Box]]], output: Path, side: int | None) -> list[Tile]:
+    """Write all tiles as images."""
+    cut_out: list[Tile] = []
+    for path, boxes in images:
+        if not path.is_file():
+            raise SystemExit(f"there is no image {path}, which is annotated; images should be beside their annotations")
+        image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
+        for part in tiles(image, side):
+            number, tile = len(cut_out) + 1, image.crop(part)
+            stated = {"id": number, "file_name": f"{number:05}.png", "width": tile.width, "height": tile.height}
+            tile.save(output / stated["file_name"])
+            shown = boxes if side is None else [box for one in boxes if (box := one.within(*part))]
+            cut_out.append((stated, [inside(box, tile) for box in shown]))
+    return cut_out
+
+
+def inside(box: Box, image: Image.Image) -> Box:
+    """The box and its outline without what leaves the image."""
+    outline = box.outline and tuple(
+        min(max(value, 0.0), float(image.size[index % 2])) for index, value in enumerate(box.outline)
+    )
+    width, height = image.size
+    borders = max(box.left, 0.0), max(box.top, 0.0), min(box.right, width), min(box.bottom, height)
+    return Box(box.name, *borders, outline)
+
+
+def coco_content(cut_out: list[Tile], names: list[str]) -> dict[str, Any]:
+    """The tiles as an annotation file."""
+    content: dict[str, Any] = {"images": [stated for stated, _ in cut_out], "annotations": []}
+    content["categories"] = [{"id": number, "name": name} for number, name in enumerate(names, 1)]
+    for stated, boxes in cut_out:
+        for box in boxes:
+            width, height = box.right - box.left, box.bottom - box.top
+            annotation = {
+                "id": len(content["annotations"]) + 1,
+                "image_id": stated["id"],
+                "category_id": 1 + names.index(box.name),
+                "bbox": [box.left, box.top, width, height],
+                "area": width * height,
+                "iscrowd": 0,
+            }
+            if box.outline is not None:
+                annotation |= {"segmentation": [list(box.outline)], "area": polygon_area(box.outline)}
+            content["annotations"].append(annotation)
+    return content
+
+
+def polygon_area(outline: tuple[float, ...]) -> float:
+    """By the shoelace formula."""
+    xs, ys = outline[::2], outline[1::2]
+    return abs(sum(xs[index - 1] * ys[index] - xs[index] * ys[index - 1] for index in range(len(xs)))) / 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("annotated", type=Path, help="folder of .xml or .json files and images")
+    parser.add_argument("output", type=Path, help="folder to be made")
+    parser.add_argument("--tile", type=int, default=None, help="cut images into squares of so many pixels")
+    parser.add_argument("--validation", type=int, default=None, help="keep one image in so many for evaluation")
+    parser.add_argument("--name", default=None, help="one name for all objects")
+    arguments = parser.parse_args()
+
+    images = arguments.output / "images"
+    images.mkdir(parents=True)
+    annotated = annotated_images(arguments.annotated, arguments.name)
+    splits = {"train": cut(annotated, images, arguments.tile)}
+    names = sorted({box.name for _, boxes in splits["train"] for box in boxes})
+    if arguments.validation:
+        splits["validation"] = splits["train"][arguments.validation - 1 :: arguments.validation]
+        del splits["train"][arguments.validation - 1 :: arguments.validation]
+    for split, cut_out in splits.items():
+        (arguments.output / f"{split}.json").write_text(json.dumps(coco_content(cut_out, names)))
+        print(f"{split}: {len(cut_out)} images, {sum(len(boxes) for _, boxes in cut_out)} objects")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Training on someone's own annotated images: what is derived from them, what is held out, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import COCO_CATEGORIES, coco_annotation, coco_content, write_coco, write_garments
+from PIL import Image
+
+from vision_longformer import create_model, save
+from vision_longformer.cli.main import main
+from vision_longformer.detection.dataset import Subset, hold_out_images, open_detection
+from vision_longformer.detection.derive import derive
+from vision_longformer.detection.estimate import Trial, estimate, run_seconds
+from vision_longformer.detection.evaluate import eval_images, evaluate
+from vision_longformer.detection.recipe import DetectionRecipe
+from vision_longformer.detection.statistics import ObjectStatistics, object_statistics
+from vision_longformer.detection.task import DetectionTask, train
+from vision_longformer.training.callbacks import Callback
+from vision_longformer.training.distributed import make_accelerator
+from vision_longformer.training.recipe import resolve
+
+SMALL = {
+    "detector_options": {
+        **{"channels": 8, "box_width": 8, "mask_channels": 8, "mask_layers": 1, "min_size": [48], "max_size": 64},
+        **{"levels": [2, 3, 4], "proposals": 8, "samples": 8},
+    },
+    "model_options": {
+        "stages": [
+            {"dim": 8, "depth": 1, "heads": 2, "patch": patch, "attention": {"kind": "longformer", "window": 2}}
+            for patch in (4, 2, 2, 2)
+        ]
+    },
+    "workers": 0,
+}
+
+
+def statistics(sides: list[float], longer: int) -> ObjectStatistics:
+    """Images of ``longer`` × 300 pixels with one square object each."""
+    sizes = np.array([[longer, 300.0]] * len(sides))
+    return ObjectStatistics({"tree": len(sides)}, sizes, np.ones(len(sides)), np.array(sides), np.ones(len(sides)))
+
+
+def test_statistics_of_objects(tmp_path: Path) -> None:
+    """Images of 40×30: a 10×10 square (side 10 of 40) twice, and a box of 40×20 (root of 800 of 40); no crowd."""
+    crowd = coco_annotation(4, image=2, iscrowd=1, bbox=[0, 0, 40, 30])
+    content = coco_content()
+    content["annotations"].append(crowd)
+    data = open_detection(str(write_coco(tmp_path, content)), "train")
+    found = object_statistics(data)
+    assert found.counts == {"train": 2, "dog": 0, "toothbrush": 1}
+    assert found.per_image.tolist() == [2, 1]
+    assert found.longer_side == 40
+    assert found.sides.tolist() == pytest.approx([0.25, 800**0.5 / 40, 0.25])
+    assert found.ratios.tolist() == [1, 0.5, 1]
+    assert found.rows()["image sizes"] == "40 × 30 pixels"
+    assert found.rows()["objects in an image"] == "1 to 2, median 1.5"
+
+
+@pytest.mark.parametrize(
+    ("side", "longer", "limit", "expected", "cells"),
+    [
+        (0.05, 1000, 1333, 480, 3.0),  # 24 pixels of 5 % are 480 in all; 24 pixels are 3 cells of 8
+        (0.05, 400, 1333, 416, 2.5),  # nothing is enlarged but to a multiple of 32; 20.8 pixels
+        (0.01, 4000, 512, 512, 1.0),  # the machine's limit; 5 pixels, but an anchor has a cell at least
+        (0.5, 1000, 1333, 320, 8.0),  # 320 pixels at least; 160 pixels, but larger anchors follow by themselves
+    ],
+)
+def test_image_size_and_anchors(side: float, longer: int, limit: int, expected: int, cells: float) -> None:
+    found = statistics([side] * 3, longer)
+    assert found.image_side(limit) == expected
+    assert found.anchor_scale(expected) == cells
+
+
+def test_settings_from_the_data(tmp_path: Path) -> None:
+    """12 images of 40×30 on a CPU: batches of 2, 800 passes in 67 epochs of 6 steps."""
+    annotations = [coco_annotation(number, image=number) for number in range(1, 13)]
+    masks = write_coco(tmp_path / "masks", coco_content(annotations, 12))
+    derived = derive({"data": str(masks), "auto": True})
+    assert (derived["detector"], derived["batch_size"], derived["epochs"]) == ("mask_rcnn", 2, 67)
+    assert (derived["warmup_steps"], derived["ema"], derived["eval_every"]) == (28, 0.9751, 13)
+    assert derived["detector_options"]["min_size"] == [64]
+    assert derived["detector_options"]["anchor_scale"] == 2.0  # 10 pixels of 40 are 16 of 64, two cells
+    assert len(derived["model_options"]["stages"]) == 4
+    for annotation in annotations:
+        del annotation["segmentation"]
+    boxes = write_coco(tmp_path / "boxes", coco_content(annotations, 12))
+    assert derive({"data": str(boxes)})["detector"] == "retinanet"
+    given = resolve(DetectionRecipe, "own_objects", derive, data=str(boxes), epochs=3, lr=0.5, batch_size=4)
+    assert (given.epochs, given.lr, given.batch_size, given.warmup_steps) == (3, 0.5, 4, 1)
+    with pytest.raises(ValueError, match="a recipe with auto needs --data"):
+        derive({})
+
+
+def test_backbone_of_the_starting_weights(tmp_path: Path) -> None:
+    path = save(create_model("vision_longformer_small", num_classes=2), tmp_path / "small.safetensors")
+    data = write_coco(tmp_path / "data")
+    recipe = resolve(DetectionRecipe, "own_objects", derive, data=str(data), init=str(path))
+    depths = [stage.depth for stage in recipe.detector_config(3).backbone_config.stages]
+    assert (depths, recipe.lr) == ([1, 2, 8, 1], 2e-4)
+
+
+def test_held_out_images(tmp_path: Path) -> None:
+    """Two images with a dog among 20 with trains: one of either is held out with every category on both sides."""
+    annotations = [coco_annotation(number, image=number) for number in range(1, 21)]
+    annotations += [coco_annotation(20 + image, image=image, category_id=18) for image in (3, 4)]
+    data = open_detection(str(write_coco(tmp_path, coco_content(annotations, 20))), "train")
+    split = hold_out_images(data, 0.15, seed=0)
+    assert (len(split.train), len(split.evaluation)) == (16, 4)  # 1 of 2 dogs, 3 of 18 others
+    assert len({"2.png", "3.png"} & set(split.evaluation)) == 1
+    part = Subset(data, split.evaluation)
+    assert list(part.names) == list(split.evaluation)
+    assert part.read(0)[1].image_id == 1 + int(part.names[0].partition(".")[0])
+    assert list(part.with_objects()) == [0, 1, 2, 3]
+    with pytest.raises(FileNotFoundError, match=r"the data no longer has lost\.png, which the run's split names"):
+        Subset(data, ["lost.png"])
+
+
+class Summary(Callback):
+    rows: dict[str, str]
+
+    def on_summary(self, summary: Any) -> None:
+        self.rows = dict(summary)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, str]]:
+    """A folder with annotations that are not split, a run on it, and what was said at its start."""
+    folder = write_garments(tmp_path_factory.mktemp("data"), ("train", 8))
+    (folder / "annotations" / "instances_train.json").rename(folder / "annotations" / "instances_default.json")
+    (folder / "train").rename(folder / "images")
+    summary = Summary()
+    run = train(output=folder / "run", callback=summary, data=str(folder), epochs=1, eval_every=1, **SMALL).run
+    return folder, run, summary.rows
+
+
+def test_a_run_remembers_what_it_held_out(own: tuple[Path, Path, dict[str, str]]) -> None:
+    folder, run, _ = own
+    split = json.loads((run / "split.json").read_text())
+    assert len(split["train"]) + len(split["evaluation"]) == 8
+    recipe = resolve(DetectionRecipe, str(run / "recipe.yaml"))
+    again = DetectionTask(recipe, make_accelerator(recipe), run)
+    assert list(again._eval_data.names) == split["evaluation"]
+    assert list(again._train_data.names) == split["train"]
+    assert eval_images(run, None, None) == (str(folder), "train", tuple(split["evaluation"]))
+    assert eval_images(run, str(folder), None) == (str(folder), "train", tuple(split["evaluation"]))
+    assert eval_images(run, str(folder), "train") == (str(folder), "train", None)
+    assert evaluate(run, workers=0).images == len(split["evaluation"])
+
+
+def test_what_is_said_at_the_start(own: tuple[Path, Path, dict[str, str]]) -> None:
+    folder, run, rows = own
+    split = json.loads((run / "split.json").read_text())
+    assert rows["data"] == str(folder)
+    assert rows["training"].startswith(f"{len(split['train'])} images, ")
+    assert rows["evaluation"] == f"{len(split['evaluation'])} images (held out of the training images)"
+    assert rows["categories"].startswith("T-shirt/top ")
+    assert rows["detector"] == "mask_rcnn, images of 48 to 64 pixels"
+    assert rows["starting weights"] == "random"
+    assert rows["steps"].endswith(" min")
+
+
+def test_evaluation_of_a_run_by_its_directory(
+    own: tuple[Path, Path, dict[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, run, _ = own
+    main(["detect", "evaluate", str(run), "--workers", "0"])
+    assert f"{run} on {folder}, images that the run held out" in capsys.readouterr().out
+
+
+def test_a_dry_run_of_own_objects(
+    own: tuple[Path, Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = [f"--{key.replace('_', '-')}={json.dumps(value)}" for key, value in SMALL.items()]
+    main(["detect", "train", "--data", str(own[0]), "--epochs", "3", "--dry-run", *options])
+    printed = capsys.readouterr().out
+    assert "auto: true\ndetector: mask_rcnn" in printed
+    for text in ("Schedule", "one image, forward and backward", "with 2 images at a time", "8 images of 10 categories"):
+        assert text in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_estimates_scale_with_the_run(tmp_path: Path) -> None:
+    """Of 8 images in batches of 2: 4 steps an epoch; 3 epochs of 2 s an image, and 3 evaluations of 2 images at 2/3."""
+    recipe = resolve(DetectionRecipe, "quickstart", epochs=3, batch_size=2)
+    assert run_seconds(recipe, 12, 4, 2, Trial(2.0, 0)) == pytest.approx(12 * 2 * 2 + 3 * 2 * 2 / 3)
+    plan = estimate(resolve(DetectionRecipe, "quickstart", data=str(tmp_path / "none"), steps=9, **SMALL))
+    assert plan.data == "117,266 images of 80 categories (assumed; the data were not found)"
+    assert (plan.steps, plan.images) == (9, 4)
+    assert plan.bytes == plan.fixed_bytes + 4 * plan.image_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"1.xml": "<annotation/>"}, r"is in the format of Pascal VOC \(\.xml\), not in COCO's; 'python examples/to_c"),
+        ({"Annotations/1.xml": "<annotation/>"}, r"Pascal VOC \(\.xml\)"),
+        ({"1.json": '{"shapes": [], "imagePath": "1.jpg"}'}, r"labelme \(\.json\), not in COCO's; 'python examples"),
+    ],
+)
+def test_other_formats_say_how_to_convert(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        train(data=str(tmp_path), output=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("file", "images"),
+    [
+        ("result.json", "images"),
+        ("annotations/instances_default.json", "images/default"),
+        ("train/_annotations.coco.json", "train"),
+    ],
+)
+def test_where_other_tools_put_annotations(file: str, images: str, tmp_path: Path) -> None:
+    data = open_detection(str(write_coco(tmp_path, file=file, images=images)), "train")
+    assert [category.name for category in data.categories] == [
+        one["name"] for one in sorted(COCO_CATEGORIES, key=lambda one: one["id"])
+    ]
+    assert isinstance(data.read(0)[0], Image.Image)
