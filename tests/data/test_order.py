@@ -58,3 +58,18 @@ def test_batches_that_cannot_be_divided() -> None:
         Batching(4, 3, Process(0, 2))
     with pytest.raises(ValueError, match="batch_size is 16, but there are only 12 images to train on"):
         Batching(16, 1, Process()).micro_batches(12)
+
+
+@pytest.mark.parametrize(
+    ("labels", "shares"), [([0] * 4 + [1, 2], [[2, 2, 2]]), ([0] * 5 + [1, 2], [[3, 2, 2], [2, 3, 2], [2, 2, 3]])]
+)
+def test_balanced_classes_have_equal_shares(labels: list[int], shares: list[list[int]]) -> None:
+    """A single image comes as often as its class should, and no image of the largest class twice in an epoch."""
+    seen = set()
+    for epoch in range(20):
+        order = epoch_order(len(labels), 0, epoch, 2, balanced=labels)
+        assert torch.tensor(labels)[order].bincount().tolist() in shares
+        largest = [index for index in order.tolist() if labels[index] == 0]
+        assert len(set(largest)) == len(largest)
+        seen.update(largest)
+    assert seen == {index for index, label in enumerate(labels) if label == 0}

@@ -24,10 +24,11 @@ from builders import (
     write_tar,
     write_zip,
 )
+from PIL import Image
 
-from vision_longformer.data.images import ImageError
+from vision_longformer.data.images import IMAGE_EXTENSIONS, ImageError
 from vision_longformer.data.loading import BatchLoader
-from vision_longformer.data.sources import ArraySource, NoSplitError, Source, open_source
+from vision_longformer.data.sources import ArraySource, NoSplitError, Source, open_source, subset
 
 
 def _samples(source: Source, workers: int = 0) -> list[tuple[int, int]]:
@@ -285,3 +286,37 @@ def test_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Reader, "__getitem__", lambda self, index: (io.BytesIO(grey_png(index)), 3))
     with pytest.raises(ValueError, match=r"label 3 of image 2 of hfds/Someone/Pets \(train\) is out of range"):
         train.read(2)
+
+
+def test_every_format_is_read_and_the_rest_is_told(tmp_path: Path) -> None:
+    """Also in folders within a class; what is hidden is not told."""
+    picture = Image.new("RGB", (8, 8), (9, 9, 9))
+    formats = {".jpg": "JPEG", ".tif": "TIFF", ".pgm": "PPM", ".jfif": "JPEG", ".jpeg": "JPEG", ".tiff": "TIFF"}
+    for number, extension in enumerate(IMAGE_EXTENSIONS):
+        folder = tmp_path / "cat" / ("old" if number % 2 else "")
+        folder.mkdir(parents=True, exist_ok=True)
+        picture.save(folder / f"a{extension.upper()}", formats.get(extension, extension[1:].upper()))
+    for name in ("loose.png", "cat/a.heic", "cat/.DS_Store"):
+        (tmp_path / name).write_bytes(b"")
+    source = open_source(str(tmp_path), "train")
+    assert len(source) == len(IMAGE_EXTENSIONS) == 11
+    assert {source.read(index)[0].size for index in range(11)} == {(8, 8)}
+    assert list(source.labels) == [0] * 11
+    assert sorted(source.ignored) == ["cat/a.heic", "loose.png"]
+
+
+def test_a_subset_by_names(folder: Path) -> None:
+    source = open_source(str(folder), "train")
+    chosen = [source.names[5], source.names[0]]
+    part = subset(source, chosen, "photos")
+    assert (list(part.names), len(part), part.classes) == (chosen, 2, source.classes)
+    assert [part.read(index)[1] for index in (0, 1)] == list(part.labels) == [source.labels[5], source.labels[0]]
+    with pytest.raises(ValueError, match=r"photos no longer has the image gone\.png, which the run's split names"):
+        subset(source, ["gone.png"], "photos")
+
+
+def test_a_subset_of_arrays_is_arrays(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "a.npz", x=np.arange(3, dtype=np.uint8)[:, None, None], y=[0, 1, 1])
+    part = subset(open_source(str(path), "train"), ["2", "0"], "a")
+    assert isinstance(part, ArraySource)
+    assert (part.images.ravel().tolist(), part.labels.tolist(), part.classes) == ([2, 0], [1, 0], ("0", "1"))

@@ -1,0 +1,229 @@
+"""Data of one's own: 'vil train --data FOLDER' alone, and everything that follows from what is found there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from vision_longformer import load, save
+from vision_longformer.classification import evaluate, train
+from vision_longformer.classification.dataset import open_splits
+from vision_longformer.classification.own_images import derive_settings
+from vision_longformer.classification.recipe import ClassificationRecipe
+from vision_longformer.classification.task import ClassificationTask
+from vision_longformer.cli.main import main
+from vision_longformer.models import VisionLongformer
+from vision_longformer.models.zoo import model_config
+from vision_longformer.training.recipe import load_recipe, resolve
+
+COLOURS = {"blue": (30, 30, 200), "green": (30, 160, 30), "red": (200, 30, 30)}
+
+
+def write_colours(folder: Path, count: int, size: tuple[int, int] = (100, 70)) -> Path:
+    """``count`` images of each of three colours, of a different shade each."""
+    for name, colour in COLOURS.items():
+        (folder / name).mkdir(parents=True)
+        for shade in range(count):
+            Image.new("RGB", size, tuple(min(255, part + shade) for part in colour)).save(
+                folder / name / f"{shade}.webp"
+            )
+    return folder
+
+
+def derived(data: Path, **values: Any) -> dict[str, Any]:
+    return derive_settings({**load_recipe(ClassificationRecipe, "own_images"), "data": str(data), **values})
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_colours(tmp_path_factory.mktemp("data") / "colours", 20)
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_what_follows_from_sixty_images(colours: Path) -> None:
+    """17 of 20 of each class are trained on: 51. Sides of 70 allow 64; 80 epochs are fewer than 20,000 images."""
+    values = derived(colours)
+    assert (values["model"], values["init"], values["image_size"]) == ("vision_longformer_nano", "cifar10_nano", 64)
+    assert (values["batch_size"], values["epochs"], values["warmup"]) == (16, 80, 8)
+    assert (values["lr"], values["eval_every"], values["workers"], values["auto_augment"]) == (5e-4, 4, 1, None)
+    assert values["mean"] == load_mean()
+    recipe = resolve(ClassificationRecipe, "own_images", ClassificationTask.derive, data=str(colours), lr=0.5, epochs=3)
+    assert (recipe.lr, recipe.epochs, recipe.batch_size, recipe.clip_norm) == (0.5, 3, 16, 1.0)
+
+
+def load_mean() -> list[float]:
+    from vision_longformer.checkpoint import load_info
+
+    return list(load_info("cifar10_nano")["preprocessing"]["mean"])
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize(
+    ("count", "size", "expected"),
+    [
+        (2, (40, 40), {"batch_size": 2, "epochs": 80, "image_size": 64}),  # 3 images to train on
+        (2, (300, 99), {"image_size": 96}),
+        (2, (300, 128), {"image_size": 128}),
+        (120, (8, 8), {"batch_size": 16, "epochs": 65}),  # 306: 19 in 16ths, and 65 times 306 is 19,890
+        (300, (8, 8), {"batch_size": 32, "epochs": 26}),  # 765
+    ],
+)
+def test_what_follows_from_other_images(
+    count: int, size: tuple[int, int], expected: dict[str, int], tmp_path: Path
+) -> None:
+    values = derived(write_colours(tmp_path / "data", count, size))
+    assert {name: values[name] for name in expected} == expected
+
+
+@pytest.mark.usefixtures("cpu")
+def test_what_is_given_decides_the_rest(colours: Path, tmp_path: Path) -> None:
+    assert "init" not in derived(colours, init=None)
+    assert derived(colours, init=None)["lr"] == 1e-3
+    assert derived(colours, model="vision_longformer_micro").get("init") is None
+    assert derived(colours, epochs=10)["warmup"] == 1
+    config = model_config("vision_longformer_tiny").override(img_size=(96, 64), num_classes=5)
+    preprocessing = {"mean": [0.1] * 3, "std": [0.2] * 3, "crop_pct": 0.8}
+    path = save(VisionLongformer(config), tmp_path / "tiny.safetensors", info={"preprocessing": preprocessing})
+    values = derived(colours, init=str(path))
+    assert (values["model"], values["image_size"], values["crop_pct"]) == ("vision_longformer_tiny", [96, 64], 0.8)
+    assert (values["mean"], values["std"]) == ([0.1] * 3, [0.2] * 3)
+    stages = config.stages[:2]
+    path = save(VisionLongformer(config.override(stages=stages)), tmp_path / "two.safetensors")
+    recipe = resolve(ClassificationRecipe, "own_images", ClassificationTask.derive, data=str(colours), init=str(path))
+    assert recipe.model_config(3).stages == stages
+
+
+def test_processes_share_a_batch(colours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes and two parts of a step, a pair in each: multiples of 12."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert derived(colours, accumulate=2)["batch_size"] == 12
+
+
+def test_a_gpu_and_many_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mocked; 5,001 small images for training."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr("vision_longformer.classification.own_images.FEW_IMAGES", 50)
+    values = derived(write_colours(tmp_path / "data", 20, (200, 200)))
+    assert (values["model"], values.get("init")) == ("vision_longformer_tiny", None)
+    assert (values["image_size"], values["workers"], values["lr"]) == (192, 8, 1e-3)
+    assert values["auto_augment"] == "rand-m7-mstd0.5-inc1"
+
+
+def test_what_cannot_be_derived() -> None:
+    with pytest.raises(ValueError, match="own_images is for data of your own; say where it is with --data FOLDER"):
+        derive_settings({"auto": True})
+    with pytest.raises(ValueError, match="set num_classes to the number of classes"):
+        derive_settings({"data": "wds/x"})
+
+
+# Splits
+
+
+def test_images_are_held_out_where_there_is_no_split(colours: Path, tmp_path: Path) -> None:
+    recipe = ClassificationRecipe(data=str(colours), batch_size=2)
+    splits = open_splits(recipe)
+    assert splits.split is not None
+    assert [list(splits.evaluation.labels).count(label) for label in range(3)] == [3, 3, 3]  # type: ignore[union-attr]
+    assert [len(part) for part in splits[:2]] == [51, 9]  # type: ignore[arg-type]
+    half = open_splits(ClassificationRecipe(data=str(colours), batch_size=2, eval_fraction=0.5)).evaluation
+    assert len(half) == 30  # type: ignore[arg-type]
+    write_colours(tmp_path / "divided" / "train", 4)
+    write_colours(tmp_path / "divided" / "val", 2)
+    divided = ClassificationRecipe(data=str(tmp_path / "divided"), batch_size=2)
+    assert open_splits(divided).split is None
+    assert [len(part) for part in open_splits(divided)[:2]] == [12, 6]  # type: ignore[arg-type]
+    asked = ClassificationRecipe(data=str(tmp_path / "divided"), batch_size=2, eval_fraction=0.25)
+    assert [len(part) for part in open_splits(asked)[:2]] == [9, 3]  # type: ignore[arg-type]
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def run(colours: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The run directory of one epoch by the command line, and what was printed on stderr."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr("rich.console.Console.print", lambda self, text="", **options: lines.append(str(text)))
+        main(["train", "--data", str(colours), "--epochs", "2", "--workers", "0", "--output", str(folder)])
+    return folder, "\n".join(lines)
+
+
+def test_the_banner(run: tuple[Path, str], colours: Path) -> None:
+    rows = dict(line.split("  ", 1) for line in run[1].splitlines() if "  " in line)
+    rows = {name: text.strip() for name, text in rows.items()}
+    assert rows["data"] == str(colours)
+    assert rows["training"] == "51 images: blue 17, green 17, red 17"
+    assert rows["evaluation"] == "9 images: blue 3, green 3, red 3, held out from the training images (split.json)"
+    assert rows["model"] == "vision_longformer_nano, images of 64×64"
+    assert rows["starts from"] == "cifar10_nano, 0 of 3 classes with its head's weights, the others new"
+    assert rows["schedule"] == "2 epochs, 6 steps of 16 images"
+    assert rows["expected"].startswith("about ")
+    assert rows["run directory"] == str(run[0])
+    assert "ignored" not in rows
+    assert "loss" in run[1].split("epoch 1 of 2")[1].splitlines()[0]
+
+
+def test_the_split_is_remembered_and_evaluated(run: tuple[Path, str], colours: Path) -> None:
+    """Images that come later are in neither part."""
+    folder, _ = run
+    split = json.loads((folder / "split.json").read_text())
+    assert (len(split["train"]), len(split["evaluation"])) == (51, 9)
+    result = evaluate(folder, workers=0)
+    assert result.samples == 9
+    assert result.seen.tolist() == [3, 3, 3]
+    recorded = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    best = max(line["evaluation"]["top1"] for line in recorded if "evaluation" in line)
+    assert result.top1 == pytest.approx(best)
+    assert evaluate(folder, str(colours), "train", workers=0).samples == 51
+    extra = colours / "red" / "new.png"
+    Image.new("RGB", (64, 64), "red").save(extra)
+    try:
+        assert evaluate(folder / "best.safetensors", workers=0).samples == 9
+    finally:
+        extra.unlink()
+
+
+def test_a_resumed_run_keeps_its_split(run: tuple[Path, str]) -> None:
+    """Another seed would divide the images otherwise."""
+    folder, _ = run
+    text = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(text.replace("seed: 0", "seed: 1"))
+    recipe = resolve(ClassificationRecipe, str(folder / "recipe.yaml"))
+    again = open_splits(recipe, folder)
+    (folder / "recipe.yaml").write_text(text)
+    assert list(again.evaluation.names) == json.loads((folder / "split.json").read_text())["evaluation"]  # type: ignore[union-attr]
+
+
+def test_what_a_checkpoint_elsewhere_is_evaluated_on(run: tuple[Path, str], tmp_path: Path) -> None:
+    alone = save(load(run[0]), tmp_path / "alone.safetensors")
+    with pytest.raises(ValueError, match="is not in a run directory, which would name its data; say what to evaluate"):
+        evaluate(alone)
+
+
+def test_a_dry_run_has_the_derived_settings(colours: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "--data", str(colours), "--dry-run"])
+    output = capsys.readouterr().out
+    assert "model: vision_longformer_nano" in output
+    assert "51 images of 3 classes" in output
+    assert "reading and augmenting" in output
+
+
+@pytest.mark.slow
+def test_colours_are_learned_in_a_few_epochs(colours: Path, tmp_path: Path) -> None:
+    """A third would be chance."""
+    assert train(data=str(colours), epochs=8, workers=0, output=tmp_path / "run").best["top1"] == 100
