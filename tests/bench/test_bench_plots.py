@@ -148,6 +148,14 @@ def test_lines_mark_what_is_missing_and_what_was_timed_once(style: str, unit: st
     assert figure.get_suptitle().endswith("not measured: unfold_nn (refused)")
 
 
+def test_a_panel_without_values_is_drawn(tmp_path: Path) -> None:
+    """Memory may be missing everywhere, as in a run that has no time for it."""
+    unmeasured = row()
+    unmeasured.memory = None
+    for style, unit in (("lines", "call"), ("per_token", "token"), ("bars", "call")):
+        assert draw(result(unmeasured, style=style, unit=unit), tmp_path / style)
+
+
 def test_bars_mark_what_is_missing_and_what_was_timed_once(drawn: Drawn) -> None:
     """Each variant has its place at each point; panels of the same quantity have the same axis, with its unit."""
     rows = [*_with_gaps(), row(mode=FORWARD_BACKWARD), row("tiled", 20.0, mode=FORWARD_BACKWARD)]

@@ -13,6 +13,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import AutoLocator, FuncFormatter, LogLocator, NullLocator
 
@@ -170,7 +171,9 @@ def _mark_missing(axes: Axes, group: GroupResult, mode: str, variant: str, value
     for row in group.rows:
         if (row.case.mode, row.case.variant) == (mode, variant) and not value(row):
             bottom = axes.get_xaxis_transform()
-            axes.plot([_side(row)], [height], "s", ms=4, mfc="none", mec=colour, transform=bottom, label=MISSING_TEXT)
+            style: dict[str, Any] = {"marker": "s", "linestyle": "", "ms": 4, "mfc": "none", "mec": colour}
+            mark = Line2D([_side(row)], [height], transform=bottom, label=MISSING_TEXT, **style)
+            axes.add_artist(mark)  # unlike plot, without a say in the limits of the axes
             axes.text(_side(row), height, f"{missing_word(row)}  ", fontsize=5, ha="right", va="center",
                       color=colour, transform=bottom)  # fmt: skip
 
@@ -286,7 +289,7 @@ def _speed_bars(axes: Axes, rows: list[Row | None], group: GroupResult) -> None:
     for allocator, colour, offset in SPEED_BARS:
         values = [_speed(row, allocator, group) for row in rows]
         if any(values):
-            single = [bool(row) and row.time.get(allocator, {}).get("rounds") == 1 for row in rows]
+            single = [row is not None and row.time.get(allocator, {}).get("rounds") == 1 for row in rows]
             notes = [missing_word(row) if row else "—" for row in rows]
             _bars(axes, values, offset, 0.38, colour, ALLOCATOR_TEXTS[allocator], notes, single)
 

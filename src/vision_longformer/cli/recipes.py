@@ -89,14 +89,24 @@ SETTING_GROUPS = {
     ),
     "model settings": (
         *("model", "model_options", "image_size", "drop_path", "neighbours", "shift_until"),
-        *("init", "table_resize", "class_map", "detector", "detector_options"),
+        *("init", "table_resize", "class_map", "detector", "detector_options", "freeze"),
     ),
     "data settings": (
         *("data", "train_split", "eval_split", "eval_fraction", "num_classes", "num_images", "balance"),
         *("skip_bad", "skip_bad_images", "in_memory"),
     ),
     "augmentation settings": (
-        *("crop", "crop_pad", "crop_scale", "crop_ratio", "hflip", "color_jitter", "auto_augment", "erase"),
+        *(
+            "crop",
+            "crop_pad",
+            "crop_scale",
+            "crop_ratio",
+            "hflip",
+            "scale_jitter",
+            "color_jitter",
+            "auto_augment",
+            "erase",
+        ),
         *("mixup", "cutmix", "mix_prob", "smoothing", "repeats"),
     ),
     "preprocessing settings": ("interpolation", "crop_pct", "mean", "std"),
