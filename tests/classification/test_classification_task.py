@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import StopAt, grey_arrays, write_folder, write_npz
+from builders import StopAt, grey_arrays, write_folder, write_npz, write_shards
 from classification_builders import UNCHANGED, image_recipe
 from torch import Tensor, nn
 
@@ -195,14 +195,45 @@ def test_evaluation_batches_are_those_of_the_recipe_or_of_training(
     assert [len(labels) for _, labels in task.eval_set.batches()] == sizes
 
 
-def test_bad_images_are_skipped_in_both_sets_if_asked(tmp_path: Path) -> None:
+def test_rare_classes_weigh_more_if_asked(tmp_path: Path) -> None:
+    """Of 6, 3 and 3 images: weights 2/3, 4/3 and 4/3, whose mean over the images is 1."""
+    labels = np.array([0, 1, 0, 2] * 3)
+    data = write_npz(
+        tmp_path / "a.npz", train_x=grey_arrays(12, 3), train_y=labels, val_x=grey_arrays(3, 3), val_y=labels[1:4]
+    )
+    task = task_of(data, balance="loss")
+    loss, _ = task.loss(Fixed(LOGITS), pair(), 0)
+    assert loss.item() == pytest.approx(soft_cross_entropy([[2 / 3, 0.0, 0.0], [0.0, 0.0, 4 / 3]]))
+
+
+def test_every_class_comes_equally_often_if_asked(tmp_path: Path) -> None:
+    labels = np.array([0] * 8 + [1, 1, 2, 2])
+    data = write_npz(
+        tmp_path / "a.npz", train_x=grey_arrays(12, 3), train_y=labels, val_x=grey_arrays(12, 3), val_y=labels
+    )
+    for in_memory in (False, True):
+        task = task_of(data, balance="sample", in_memory=in_memory, color_jitter=0.0)
+        seen = torch.cat([labels for _, labels in task.batches(0, 0)])
+        assert seen.bincount().tolist() == [4, 4, 4]
+
+
+def test_shards_cannot_be_balanced(tmp_path: Path) -> None:
+    data = f"wds/{write_shards(tmp_path / "shards")}"
+    with pytest.raises(ValueError, match=r"balance is 'sample', but wds/.* does not list its labels; use 'none'"):
+        task_of(Path(), data=data, num_classes=3, num_images=12, balance="sample")
+
+
+def test_bad_images_are_skipped_in_both_sets_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_folder(tmp_path / "folder")
     for split in ("train", "val"):
         (folder / split / "dog" / "01.png").write_bytes(b"")
     task = task_of(folder, skip_bad_images=True)
     assert sum(len(labels) for _, labels in task.batches(0, 0)) == 12
     assert task.train_set.skipped >= 1
-    task.evaluate(lambda done, total: None)
+    assert "skipped 1 unreadable images in epoch 1; 'vil check" in caplog.text
+    results = task.evaluate(lambda done, total: None)
+    assert results["skipped"] == 1
+    assert "skipped 1 unreadable images in the evaluation" in caplog.text
     assert task.result is not None
     assert (task.result.samples, task.result.skipped) == (5, 1)
     with pytest.raises(ImageError, match=r"val/dog/01\.png"):

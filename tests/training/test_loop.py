@@ -593,3 +593,48 @@ def test_an_epoch_needs_a_step() -> None:
         total_steps(TrainSettings(accumulate=4), 3)
     assert total_steps(TrainSettings(accumulate=2, epochs=3), 7) == 9
     assert total_steps(TrainSettings(accumulate=2, epochs=3, steps=5), 7) == 5
+
+
+# Runs that end early, and finished runs that are trained further
+
+
+@pytest.mark.parametrize(
+    ("scores", "patience", "evaluated"),
+    [
+        ([1.0, 3.0, 2.0, 2.0, 9.0], 2, 4),  # two without a better one after the second
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 1, 5),
+        ([1.0, 1.0, 2.0, 0.0, 0.0], 1, 2),  # an equal one is not better
+        ([1.0, 0.0, 0.0, 0.0, 0.0], None, 5),
+    ],
+)
+def test_patience(scores: list[float], patience: int | None, evaluated: int, tmp_path: Path) -> None:
+    settings = TrainSettings(epochs=5, batch_size=1, patience=patience)
+    for _ in range(2):  # a run that has ended is not continued
+        task = FixedLossTask([1.0] * 5, batches_per_epoch=1, scores=scores)
+        best, last = training_loop(tmp_path / "run", task, settings).train()
+        assert best["score"] == max(scores[:evaluated])
+        assert last["score"] == scores[evaluated - 1]
+    lines = RunDirectory(tmp_path / "run").records()
+    assert [line["step"] for line in lines if "evaluation" in line] == list(range(1, evaluated + 1))
+    assert (tmp_path / "run" / "last.safetensors").exists()
+
+
+def test_a_phase_has_a_schedule_of_its_own(tmp_path: Path) -> None:
+    """Linear from 1 to 0 with a step of warm-up from 0.5: four steps, then four more of a second phase."""
+    options = {"batch_size": 1, "lr": 1.0, "schedule": "linear", "min_lr": 0.0, "warmup_steps": 1, "log_every": 1}
+    rates = []
+    for settings in (
+        TrainSettings(epochs=1, warmup_factor=0.5, **options),
+        TrainSettings(epochs=2, warmup_factor=0.5, phase_start=4, **options),
+    ):
+        training_loop(tmp_path / "run", FixedLossTask([1.0] * 8, batches_per_epoch=4), settings).train()
+        rates = [line["lr"] for line in RunDirectory(tmp_path / "run").records() if "lr" in line]
+    assert rates == pytest.approx([0.5, 1, 2 / 3, 1 / 3] * 2)
+
+
+def test_patience_starts_anew_in_a_phase(tmp_path: Path) -> None:
+    for epochs, start, scores, last in ((3, 0, [3.0, 2.0, 1.0], 2), (6, 2, [2.0, 4.0, 1.0, 1.0], 5)):
+        settings = TrainSettings(epochs=epochs, batch_size=1, patience=1, phase_start=start)
+        task = FixedLossTask([1.0] * 6, batches_per_epoch=1, scores=scores)
+        training_loop(tmp_path / "run", task, settings).train()
+        assert RunDirectory(tmp_path / "run").records()[-1]["step"] == (3 if start else last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -531,3 +532,61 @@ def test_one_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert "shift_until: 0.75\n" in capsys.readouterr().out
     recipes("imagenet1k_small_random_shift", json=True)
     assert json.loads(capsys.readouterr().out)["crop_scale"] == [0.08, 1.0]
+
+
+# Lengths in epochs and in steps, sizes, and settings that are derived
+
+
+def test_a_length_in_epochs_replaces_one_in_steps(tmp_path: Path) -> None:
+    recipe = resolve(DetectionRecipe, "retinanet_tiny_1x", epochs=3, warmup=0.5)
+    assert (recipe.epochs, recipe.steps, recipe.warmup, recipe.warmup_steps) == (3, None, 0.5, None)
+    both = resolve(DetectionRecipe, "retinanet_tiny_1x", epochs=3, steps=7)
+    assert (both.epochs, both.steps) == (3, 7)
+    (tmp_path / "mine.yaml").write_text("base: retinanet_tiny_1x\nepochs: 4\n")
+    assert resolve(DetectionRecipe, str(tmp_path / "mine.yaml")).steps is None
+    assert resolve(DetectionRecipe, both, epochs=5).steps is None
+
+
+def test_image_sizes() -> None:
+    for given, kept, size in ((96, 96, (96, 96)), ("96x128", (96, 128), (96, 128)), ([64, 32], (64, 32), (64, 32))):
+        recipe = resolve(ClassificationRecipe, "imagenet1k_tiny", image_size=given)
+        assert recipe.image_size == kept
+        assert recipe.model_config(10).img_size == size
+    with pytest.raises(ValueError, match="image_size is '96x'; it must be an integer or a list of 2 numbers, or null"):
+        resolve(ClassificationRecipe, "imagenet1k_tiny", image_size="96x")
+
+
+def test_only_what_is_not_given_is_derived() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def derive(values: Mapping[str, Any]) -> dict[str, Any]:
+        seen.append(dict(values))
+        return {"epochs": 7, "lr": 0.5, "batch_size": 4}
+
+    recipe = resolve(ClassificationRecipe, "own_images", derive, data="x", lr=0.25)
+    assert (recipe.epochs, recipe.lr, recipe.batch_size) == (7, 0.25, 4)
+    assert seen[0]["data"] == "x"
+    assert resolve(ClassificationRecipe, "own_images", derive, steps=9).steps == 9
+    resolve(ClassificationRecipe, "cifar10", derive)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip_norm": 0}, "clip_norm is 0.0; it must be positive, or null for no limit"),
+        ({"schedule": "multistep"}, "schedule multistep needs milestones"),
+        ({"mixup": -1}, "mixup is -1.0; it must not be negative"),
+        ({"eval_fraction": 1}, "eval_fraction is 1.0; it must be above 0 and below 1"),
+        ({"patience": 0}, "patience is 0; it must be an integer of at least 1"),
+        ({"balance": "loos"}, "unknown balance 'loos'; did you mean 'loss'"),
+    ],
+)
+def test_settings_that_would_do_nothing_or_harm(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(ClassificationRecipe, "cifar10", **change)
+
+
+def test_the_recipe_for_data_of_ones_own() -> None:
+    assert ClassificationRecipe.default_name({"data": "x"}) == "own_images"
+    assert ClassificationRecipe.default_name({"epochs": 1}) == "quickstart"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,58 @@ def test_the_model_is_compiled_if_asked(enabled: bool, tmp_path: Path, monkeypat
     train(RecipeTask, BRIEF, output=tmp_path / "run", compile=enabled)
     assert models == [RecipeTask.built.model]
     assert compiled == (models if enabled else [])
+
+
+# More epochs for a finished run
+
+
+def test_a_finished_run_is_trained_further(tmp_path: Path) -> None:
+    run = train(RecipeTask, BRIEF, output=tmp_path / "run", steps=3).run
+    started: list[tuple[int, int]] = []
+
+    class Watch(Callback):
+        def on_start(self, step: int, total: int, steps_per_epoch: int) -> None:
+            started.append((step, total))
+
+    resumed = resume(RecipeTask, run, epochs=2, callback=Watch())
+    assert started == [(3, 8)]
+    assert [line["step"] for line in RunDirectory(run).records() if "evaluation" in line] == [3, 4, 8]
+    assert resumed.last == RunDirectory(run).records()[-1]["evaluation"]
+    text = (run / "recipe.yaml").read_text()
+    assert "epochs: 2\nsteps: null\n" in text
+    assert "phase_start: 3\n" in text
+    assert resume(RecipeTask, run).last == resumed.last
+    with pytest.raises(ValueError, match="has 2 epochs already; --epochs counts those, so give more than that"):
+        resume(RecipeTask, run, epochs=2)
+
+
+def test_a_run_that_is_not_finished_is_not_trained_further(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(RecipeTask, BRIEF, output=tmp_path / "run", callback=StopAt(3), checkpoint_minutes=0.0)
+    with pytest.raises(ValueError, match=r"is not finished \(step 2\); resume it first, then give it more epochs"):
+        resume(RecipeTask, tmp_path / "run", epochs=9)
+    assert "phase_start: 0\n" in (tmp_path / "run" / "recipe.yaml").read_text()
+
+
+# What is told before the first step, and kept beside the recipe
+
+
+def test_summary_and_files(tmp_path: Path) -> None:
+    told: dict[str, str] = {}
+
+    class Telling(RecipeTask):
+        def summary(self) -> dict[str, str]:
+            return {"data": "toys"}
+
+        def files(self) -> dict[str, str]:
+            return {"split.json": "{}\n"}
+
+    class Watch(Callback):
+        def on_summary(self, summary: Mapping[str, str]) -> None:
+            told.update(summary)
+
+    run = train(Telling, BRIEF, output=tmp_path / "run", callback=Watch(), steps=1).run
+    assert told["data"] == "toys"
+    assert told["run directory"] == str(run)
+    assert told["device"].startswith("CPU, ") or torch.cuda.is_available()
+    assert (run / "split.json").read_text() == "{}\n"
