@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from builders import StopAt, grey_arrays, write_folder, write_npz, write_shards
-from classification_builders import UNCHANGED, image_recipe
+from classification_builders import UNCHANGED, image_recipe, train_set_of
 from torch import Tensor, nn
 
 from vision_longformer import load
@@ -218,9 +218,9 @@ def test_every_class_comes_equally_often_if_asked(tmp_path: Path) -> None:
 
 
 def test_shards_cannot_be_balanced(tmp_path: Path) -> None:
-    data = f"wds/{write_shards(tmp_path / "shards")}"
+    shards = write_shards(tmp_path / "shards")
     with pytest.raises(ValueError, match=r"balance is 'sample', but wds/.* does not list its labels; use 'none'"):
-        task_of(Path(), data=data, num_classes=3, num_images=12, balance="sample")
+        train_set_of(image_recipe(f"wds/{shards}", num_classes=3, num_images=12, balance="sample"))
 
 
 def test_bad_images_are_skipped_in_both_sets_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from PIL import Image
 
 from vision_longformer import create_model, save
 from vision_longformer.classification import train
+from vision_longformer.data.sources import fashion_mnist
 from vision_longformer.detection import DetectorConfig, build_detector, save_detector
 from vision_longformer.detection.dataset import open_detection
 
@@ -87,8 +89,21 @@ def _annotated(path: Path) -> None:
     (path / "1.xml").write_text(f"<annotation><filename>1.jpg</filename>{tree}</annotation>")
 
 
+def _own_photos(path: Path) -> None:
+    """Sixteen images of each of three garments, in as many formats, and a file that is no image."""
+    garments = fashion_mnist("train")
+    for label in range(3):
+        folder = path / garments.classes[label].replace("/", "-")
+        folder.mkdir(parents=True)
+        chosen = np.flatnonzero(garments.labels == label)[:16]
+        for index, extension in zip(chosen, cycle(("png", "webp", "gif", "jpg"))):
+            Image.fromarray(garments.images[index]).resize((96, 96)).save(folder / f"{index}.{extension}")
+    (path / "notes.txt").write_text("not an image")
+
+
 FILES: dict[str, Callable[[Path], None]] = {
     "photo.jpg": _photo,
+    "my_photos": _own_photos,
     "runs/quickstart-1": _quickstart,
     "data/imagenet": _image_folder,
     "cifar10.npz": _small_arrays,
@@ -102,6 +117,11 @@ FILES: dict[str, Callable[[Path], None]] = {
 FEW_STEPS = "--steps 1 --batch-size 2 --workers 0"
 
 SHORTER: dict[str, str] = {
+    "vil train --data my_photos": "vil train --data my_photos --epochs 2 --workers 0",
+    "vil train --resume runs/own_images-1 --epochs 90": "vil train --resume runs/own_images-1 --epochs 3",
+    "vil train --data my_photos --init my_classifier": (
+        "vil train --data my_photos --init my_classifier --epochs 1 --workers 0"
+    ),
     "vil train": "vil train --steps 20",
     "vil train cifar10 --data torch/cifar10:/data --epochs 5 --lr 1e-3": (
         f"vil train cifar10 --data cifar10.npz --lr 1e-3 {FEW_STEPS}"
@@ -133,6 +153,7 @@ ABSOLUTE, RELATIVE = "/data/", "data/"
 
 NOT_RUN: dict[str, str] = {
     "pip install": "CI installs the package as the README says",
+    "python examples/serve_classifier.py": "test_examples.py starts it and asks it",
     "pytest": "CI runs the tests",
     "vil detect convert": "test_detection_release.py converts made-up released detectors",
     "vil hub push": "there is no network in tests",

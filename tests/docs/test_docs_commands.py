@@ -24,7 +24,7 @@ from vision_longformer.training.recipe import parse_values, resolve
 
 LANGUAGES = {"bash", "python", "yaml", "text"}
 
-AFTER_COMMANDS = {"api.md", "training.md", "export.md"}
+AFTER_COMMANDS = {"api.md", "training.md", "export.md", "own_images.md"}
 """Pages whose Python blocks train, or read what the commands before them write: run with these, as slow tests."""
 
 
@@ -42,7 +42,7 @@ def _all_commands() -> Iterator[tuple[str, str]]:
 def _check_train(recipe: str | None = None, resume: str | None = None, **options: Any) -> None:
     settings = {name: value for name, value in options.items() if name not in ("output", "dry_run")}
     if resume is None:
-        resolve(ClassificationRecipe, recipe or "quickstart", **parse_values(settings))
+        resolve(ClassificationRecipe, recipe or ClassificationRecipe.default_name(settings), **parse_values(settings))
 
 
 def _check_detect_train(recipe: str | None = None, resume: str | None = None, **options: Any) -> None:
