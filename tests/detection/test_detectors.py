@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from builders import small_detector
+from builders import SMALL_DETECTOR, small_detector
 from torch import Tensor
 
-from vision_longformer.detection.config import DETECTORS
-from vision_longformer.detection.detectors import AlignedRoIAlign, FixedAnchors, mask_rcnn, retinanet
+from vision_longformer.detection.config import DETECTORS, DetectorConfig
+from vision_longformer.detection.detectors import (
+    AlignedRoIAlign,
+    FixedAnchors,
+    build_detector,
+    mask_rcnn,
+    retinanet,
+)
 
 
 def images(*sizes: tuple[int, int]) -> list[Tensor]:
@@ -275,3 +285,52 @@ def test_large_regions_pool_from_coarser_levels() -> None:
     boxes = torch.tensor([[0.0, 0.0, side, side] for side in sides])
     pooled = pool(maps, [boxes[:3], boxes[3:]], [(900, 900)] * 2)
     assert pooled[:, 0, 0, 0].tolist() == [4, 4, 8, 8, 16, 16, 32, 32]
+
+
+def one_headed(detector: str) -> DetectorConfig:
+    """A detector whose first stage has one head, so that some of its bias tables have a single entry."""
+    stages = [
+        {"dim": 16, "depth": 1, "heads": heads, "patch": patch, "attention": {"kind": "longformer", "window": 2}}
+        | {"global_tokens": 1, "position": "relative"}
+        for heads, patch in ((1, 4), (2, 2), (2, 2), (2, 2))
+    ]
+    return DetectorConfig(detector, "vision_longformer_tiny", 3, {"stages": stages}, **SMALL_DETECTOR)
+
+
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_gradients_have_the_strides_of_their_parameters(detector: str) -> None:
+    """Others would be copied by DDP, which warns of it."""
+    model, pictures = build_detector(one_headed(detector)), images((64, 96))
+    sum(model(pictures, targets(pictures)).values()).backward()
+    assert [name for name, p in model.named_parameters() if p.grad.stride() != p.stride()] == []
+
+
+DDP_STEP = """
+import warnings
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from test_detectors import images, one_headed, targets
+from vision_longformer.detection.detectors import build_detector
+
+torch.distributed.init_process_group("gloo")
+warnings.simplefilter("always")
+for detector in ("retinanet", "mask_rcnn"):
+    model, pictures = DistributedDataParallel(build_detector(one_headed(detector))), images((64, 96))
+    sum(model(pictures, targets(pictures)).values()).backward()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_step_without_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "step.py").write_text(DDP_STEP)
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "step.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Grad strides" not in done.stderr

@@ -73,11 +73,23 @@ def _trees(path: Path) -> None:
     write_garments(path, ("train", 2), ("validation", 2))
 
 
-def _detector(path: Path) -> None:
-    """An untrained Mask R-CNN for what is in ``data/trees``."""
+def _shelf(path: Path) -> None:
+    """Eight images with masks, not split."""
+    path.mkdir()
+    write_garments(path, ("train", 8))
+    (path / "annotations" / "instances_train.json").rename(path / "annotations.json")
+    (path / "train").rename(path / "images")
+
+
+def _trees_run(path: Path) -> None:
+    """The best detector of a run: an untrained Mask R-CNN for what is in ``data/trees``."""
     names = [category.name for category in open_detection("garments", "validation").categories]
     model = build_detector(DetectorConfig("mask_rcnn", "vision_longformer_tiny", len(names), **SMALL_DETECTOR))
-    save_detector(model, path, info={"categories": [{"id": n, "name": name} for n, name in enumerate(names, 1)]})
+    save_detector(
+        model,
+        path / "best.safetensors",
+        info={"categories": [{"id": n, "name": name} for n, name in enumerate(names, 1)]},
+    )
 
 
 def _annotated(path: Path) -> None:
@@ -111,7 +123,8 @@ FILES: dict[str, Callable[[Path], None]] = {
     "imagenet21k_base.safetensors": _classifier,
     "data/trees": _trees,
     "data/annotated": _annotated,
-    "runs/detect-trees-1/best.safetensors": _detector,
+    "data/shelf": _shelf,
+    "runs/detect-trees-1": _trees_run,
 }
 
 FEW_STEPS = "--steps 1 --batch-size 2 --workers 0"
@@ -134,6 +147,13 @@ SHORTER: dict[str, str] = {
     "vil bench models --models vision_longformer_tiny,vision_longformer_small --baseline vision_longformer_tiny "
     "--sizes 224x224,448x448,896x896,800x1333 --batch 1": (
         "vil bench models --models vision_longformer_micro --baseline vision_longformer_micro --sizes 32x32 --quick"
+    ),
+    "python examples/to_coco.py /data/annotated /data/shelf": (
+        "python examples/to_coco.py /data/annotated /data/converted"
+    ),
+    "vil detect train --data /data/shelf": f"vil detect train --data /data/shelf {FEW_STEPS}",
+    "vil detect train --resume runs/detect-own_objects-1 --epochs 40": (
+        "vil detect train --resume runs/detect-own_objects-1 --epochs 1"
     ),
     "vil detect train": f"vil detect train --data /data/trees {FEW_STEPS}",
     "python examples/to_coco.py /data/annotated /data/trees --tile 400 --validation 4 --name tree": (
@@ -163,7 +183,9 @@ NOT_RUN: dict[str, str] = {
 """Beginnings of commands that are not run here, and why."""
 
 
-NEEDS: dict[str, tuple[str, ...]] = {"export.md": ("onnx", "onnxruntime", "onnxscript")}
+ONNX = ("onnx", "onnxruntime", "onnxscript")
+
+NEEDS: dict[str, tuple[str, ...]] = {"export.md": ONNX, "own_objects.md": ONNX}
 """Packages beyond the core that a page's commands need; without them it is skipped."""
 
 

@@ -29,7 +29,7 @@ class Machine(NamedTuple):
     workers: int
 
 
-CPU, GPU = Machine(512, 2, 800, 1), Machine(1333, 8, 16_000, 4)
+CPU, GPU = Machine(512, 2, 720, 1), Machine(1333, 8, 16_000, 4)
 """A run on a CPU should be over in minutes, from a small backbone; a GPU trains ViL-Tiny on larger images."""
 
 EPOCHS = 10, 200

@@ -118,7 +118,7 @@ class RelativeBias(nn.Module):
         """Bias of ``count`` global queries for all tokens, global first, (heads, count, count + N)."""
         to_local = self._per_token(self.global_to_local, count, 1)[..., None].expand(-1, -1, grid.tokens)
         among = self._per_token(self._per_token(self.global_to_global, count, 1), count, 2)
-        return torch.cat([among, to_local], -1)
+        return torch.cat([among * 1, to_local], -1)  # so that its gradient is no part of the whole one's: DDP warns
 
     def _per_token(self, entries: Tensor, count: int, axis: int) -> Tensor:
         """The entries of ``count`` tokens along ``axis``: each own token has its own, given tokens share the last."""
