@@ -33,10 +33,10 @@ SIZES = {SMALL_MODEL: (64, 96, 128), LARGE_MODEL: (96, 128, 160, 192, 224)}
 MEASURED_IMAGES = 32
 """Images of which the size is looked at."""
 
-IMAGES_SEEN = {"cpu": 20_000, "cuda": 200_000}
+IMAGES_SEEN = {"cpu": 10_000, "cuda": 100_000}
 """Over all epochs of a run, unless that is fewer than MIN_EPOCHS or more than MAX_EPOCHS."""
 
-MIN_EPOCHS, MAX_EPOCHS = 5, 80
+MIN_EPOCHS, MAX_EPOCHS = 5, 40
 
 
 def derive_settings(values: Mapping[str, Any]) -> dict[str, Any]:

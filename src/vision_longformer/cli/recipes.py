@@ -50,11 +50,13 @@ def _list(task: str, json: bool) -> None:
     rows = []
     for name in recipe_names(recipe_type(task)):
         recipe = resolve(recipe_type(task), name)
-        rows.append((name, *(getattr(recipe, column) for column in columns[1:])))
+        follows = ("model", "data", "steps", "epochs", "batch_size") if recipe.auto else ()
+        rows.append((name, *(None if column in follows else getattr(recipe, column) for column in columns[1:])))
     if json:
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
     else:
-        print_table(f"{len(rows)} recipes", (*columns[:-1], "batch"), rows, left=4)
+        cells = [["" if value is None else value for value in row] for row in rows]
+        print_table(f"{len(rows)} recipes", (*columns[:-1], "batch"), cells, left=4)
 
 
 def _show(recipe: BackboneSettings, all_settings: bool, json: bool) -> None:
