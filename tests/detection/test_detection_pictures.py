@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from math import isnan
+from dataclasses import replace
+from math import isnan, nan
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from vision_longformer.detection.detections import Detection, MaskCrop, Target, annotated_objects
 from vision_longformer.detection.pictures import COLOURS, DRAWN, draw_detections, draw_pair, page, save_image
@@ -82,6 +83,15 @@ def test_annotated_and_found_side_by_side() -> None:
     found = np.asarray(draw_pair(image, annotated, [Detection((300, 200, 500, 400), 1, 0.5)], ["cat", "dog"]))
     assert found[head + 300, 900 + gap + 301].tolist() == list(COLOURS[0])
     assert not ((found[:head, 900 + gap :, 0] > 150) & (found[:head, 900 + gap :, 1] < 100)).any()
+
+
+def test_headings_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda self, place, text, **_: written.append(text))
+    one = Detection((1, 1, 5, 5), 1, 0.5)
+    draw_pair(Image.new("RGB", (9, 9)), [], [], ["cat"])
+    draw_pair(Image.new("RGB", (9, 9)), [replace(one, score=nan)], [one, one], ["cat"])
+    assert written == ["annotated: 0", "nothing found", "cat", "cat 50%", "cat 50%", "annotated: 1", "found: 2"]
 
 
 def test_page() -> None:

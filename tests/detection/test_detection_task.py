@@ -212,7 +212,7 @@ def test_two_processes_train_one_detector(coco: Path, tmp_path: Path, strategy: 
     ("arguments", "message"),
     [
         (["nosuch"], "unknown recipe 'nosuch'"),
-        (["--detctor", "retinanet"], "unknown key 'detctor'; did you mean 'detector'"),
+        (["--detctor", "retinanet"], "unknown option '--detctor'; did you mean '--detector'"),
         (["--data", "nowhere"], "there is no data nowhere"),
         (["--init", "nowhere.safetensors"], "there is no file nowhere.safetensors"),
         (["--detector", "yolo"], "unknown detector 'yolo'"),

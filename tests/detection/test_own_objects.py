@@ -152,6 +152,16 @@ def test_a_run_remembers_what_it_held_out(own: tuple[Path, Path, dict[str, str]]
     assert evaluate(run, workers=0).images == len(split["evaluation"])
 
 
+def test_the_split_of_a_run_is_read_not_drawn_again(own: tuple[Path, Path, dict[str, str]], tmp_path: Path) -> None:
+    """A split that no seed would draw."""
+    _, run, _ = own
+    written = {"train": [f"{number}.png" for number in range(1, 8)], "evaluation": ["0.png"]}
+    (tmp_path / "split.json").write_text(json.dumps(written))
+    recipe = resolve(DetectionRecipe, str(run / "recipe.yaml"))
+    task = DetectionTask(recipe, make_accelerator(recipe), tmp_path)
+    assert (list(task._train_data.names), list(task._eval_data.names)) == (written["train"], written["evaluation"])
+
+
 def test_what_is_said_at_the_start(own: tuple[Path, Path, dict[str, str]]) -> None:
     folder, run, rows = own
     split = json.loads((run / "split.json").read_text())

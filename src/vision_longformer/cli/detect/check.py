@@ -55,8 +55,8 @@ def detect_check(data: str, *, split: str | None = None, json: bool = False) -> 
                 print_table("", ("image", "annotation", "what is wrong"), rows, left=3)
             if len(one.problems) > MAX_ROWS:
                 print_line(f"… and {len(one.problems) - MAX_ROWS} more; --json lists all")
-            if rows := _statistics(data, one):
-                print_table("", ("", ""), list(rows.items()), left=2)
+            if statistics := _statistics(data, one):
+                print_table("", ("", ""), list(statistics.items()), left=2)
     if any(one.problems for one in reports):
         raise SystemExit(1)
 
