@@ -19,6 +19,7 @@ hypothesis.settings.load_profile("house")
 
 flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # eager FlexAttention would be compiled for every case
 
+os.environ["COLUMNS"] = "160"  # pytest-xdist sets the terminal's, and tables would depend on it
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 

@@ -29,9 +29,9 @@ def test_counts(images: Path) -> None:
     assert (plan.steps, plan.images) == (30, 4)
     parameters = sum(parameter.numel() for parameter in VisionLongformer(recipe.model_config(3)).parameters())
     assert plan.fixed_bytes == 5 * 4 * parameters
-    assert plan.seconds_per_read == 0
-    assert plan.seconds == pytest.approx((30 * 8 + 5 * 6 / 3) * plan.seconds_per_image)
-    assert plan.bytes == plan.fixed_bytes + 4 * plan.image_bytes
+    assert plan.trial.reading_seconds == 0
+    assert plan.seconds == pytest.approx((30 * 8 + 5 * 6 / 3) * plan.trial.seconds)
+    assert plan.bytes == plan.fixed_bytes + 4 * plan.trial.activation_bytes
     assert [epoch for epoch, _ in plan.rates] == pytest.approx([0, 1, 7 / 6, 15 / 6, 22 / 6, 29 / 6])
     assert max(rate for _, rate in plan.rates) == pytest.approx(0.1)
 

@@ -84,6 +84,7 @@ def test_a_resumed_run_takes_nothing_but_epochs(
         run_training(ClassificationTask, recipe, "runs/a-1", output, changes, "vil train")
 
 
-@pytest.mark.parametrize(("speed", "text"), [(99.6, "100 images/s"), (1.4, "1 images/s"), (0.4, "2.5 s/image")])
+@pytest.mark.parametrize(("speed", "text"), [(99.6, "100 images/s"), (1.4, "1 images/s"), (0.4, "40.0 s/step")])
 def test_slow_runs_count_seconds(speed: float, text: str) -> None:
-    assert _speed(speed) == text
+    """Steps of 16 images."""
+    assert _speed({"images_per_second": speed, "seconds_per_step": 16 / speed}) == text

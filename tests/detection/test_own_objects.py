@@ -15,7 +15,7 @@ from vision_longformer import create_model, save
 from vision_longformer.cli.main import main
 from vision_longformer.detection.dataset import Subset, hold_out_images, open_detection
 from vision_longformer.detection.derive import derive
-from vision_longformer.detection.estimate import Trial, estimate, run_seconds
+from vision_longformer.detection.estimate import estimate
 from vision_longformer.detection.evaluate import eval_images, evaluate
 from vision_longformer.detection.recipe import DetectionRecipe
 from vision_longformer.detection.statistics import ObjectStatistics, object_statistics
@@ -170,8 +170,9 @@ def test_what_is_said_at_the_start(own: tuple[Path, Path, dict[str, str]]) -> No
     assert rows["evaluation"] == f"{len(split['evaluation'])} images (held out of the training images)"
     assert rows["categories"].startswith("T-shirt/top ")
     assert rows["detector"] == "mask_rcnn, images of 48 to 64 pixels"
-    assert rows["starting weights"] == "random"
-    assert rows["steps"].endswith(" min")
+    assert rows["starts from"] == "random weights"
+    assert rows["schedule"].endswith(" images")
+    assert rows["expected"].startswith("about ")
 
 
 def test_evaluation_of_a_run_by_its_directory(
@@ -196,13 +197,10 @@ def test_a_dry_run_of_own_objects(
 
 
 def test_estimates_scale_with_the_run(tmp_path: Path) -> None:
-    """Of 8 images in batches of 2: 4 steps an epoch; 3 epochs of 2 s an image, and 3 evaluations of 2 images at 2/3."""
-    recipe = resolve(DetectionRecipe, "quickstart", epochs=3, batch_size=2)
-    assert run_seconds(recipe, 12, 4, 2, Trial(2.0, 0)) == pytest.approx(12 * 2 * 2 + 3 * 2 * 2 / 3)
     plan = estimate(resolve(DetectionRecipe, "quickstart", data=str(tmp_path / "none"), steps=9, **SMALL))
     assert plan.data == "117,266 images of 80 categories (assumed; the data were not found)"
     assert (plan.steps, plan.images) == (9, 4)
-    assert plan.bytes == plan.fixed_bytes + 4 * plan.image_bytes > 0
+    assert plan.bytes == plan.fixed_bytes + 4 * plan.trial.activation_bytes > 0
 
 
 @pytest.mark.parametrize(

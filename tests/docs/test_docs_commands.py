@@ -18,7 +18,7 @@ from docs_runs import FILES, NEEDS, NOT_RUN, SHORTER, SHORTER_CODE, code_as_run,
 from vision_longformer.classification.recipe import ClassificationRecipe
 from vision_longformer.cli.main import COMMANDS
 from vision_longformer.cli.parser import Group, run_command
-from vision_longformer.detection.recipe import DetectionRecipe, default_recipe
+from vision_longformer.detection.recipe import DetectionRecipe
 from vision_longformer.models.zoo import model_config
 from vision_longformer.training.recipe import parse_values, resolve
 
@@ -48,7 +48,7 @@ def _check_train(recipe: str | None = None, resume: str | None = None, **options
 def _check_detect_train(recipe: str | None = None, resume: str | None = None, **options: Any) -> None:
     settings = {name: value for name, value in options.items() if name not in ("output", "dry_run")}
     if resume is None:
-        resolve(DetectionRecipe, recipe or default_recipe(settings), **parse_values(settings))
+        resolve(DetectionRecipe, recipe or DetectionRecipe.default_name(settings), **parse_values(settings))
 
 
 NAMES: dict[str, Callable[..., Any]] = {

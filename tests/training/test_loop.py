@@ -241,6 +241,7 @@ def test_speed_counts_images_between_lines_but_not_evaluation(tmp_path: Path, mo
     training_loop(tmp_path / "run", task, TrainSettings(epochs=2, batch_size=8, log_every=3)).train()
     records = [record for record in RunDirectory(tmp_path / "run").records() if "loss" in record]
     assert [(r["step"], r["images_per_second"]) for r in records] == [(3, 4.0), (4, 4.0), (6, 4.0), (8, 4.0)]
+    assert {r["seconds_per_step"] for r in records} == {2.0}
 
 
 # Evaluations
@@ -380,6 +381,7 @@ def outcome(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     records = RunDirectory(folder).records()
     for record in records:
         record.pop("images_per_second", None)
+        record.pop("seconds_per_step", None)
     return load_state(path), records
 
 

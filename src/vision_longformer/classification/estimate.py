@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +14,10 @@ from ..data.check import ignored_files
 from ..data.loading import UNREADABLE
 from ..data.shards import ShardSource
 from ..data.sources import Source
-from ..geometry import ceil_div
 from ..models import VisionLongformer
 from ..training.callbacks import duration
 from ..training.distributed import autocast
-from ..training.loop import total_steps
-from ..training.optimizer import learning_rate
+from ..training.estimate import Estimate, Trial, scale_up, trial_step
 from .augment import image_augmentation
 from .dataset import Splits, build_train_set, open_splits
 from .preprocessing import recipe_preprocessing
@@ -33,32 +29,6 @@ TRIAL_BATCH_SIZE = 4
 TRIAL_READS = 8
 """Images that are read and augmented for trial."""
 
-FORWARD_PART = 1 / 3
-"""Of forward and backward, about what forward alone takes."""
-
-
-class Estimate(NamedTuple):
-    """``images`` are those a process holds at a time; ``rates`` are (epoch, learning rate) along the run.
-
-    Seconds per image are those of forward and backward, and of reading and augmenting. ``seconds`` is the whole run
-    with its evaluations.
-    """
-
-    data: str
-    epochs: float
-    steps: int
-    images: int
-    seconds_per_image: float
-    seconds_per_read: float
-    seconds: float
-    fixed_bytes: int
-    image_bytes: float
-    rates: list[tuple[float, float]]
-
-    @property
-    def bytes(self) -> float:
-        return self.fixed_bytes + self.images * self.image_bytes
-
 
 def estimate(recipe: ClassificationRecipe, splits: Splits | None = None) -> Estimate:
     """Run a trial step and scale it up. Data that is not there is taken to be as large as ImageNet-1K."""
@@ -66,32 +36,11 @@ def estimate(recipe: ClassificationRecipe, splits: Splits | None = None) -> Esti
         with suppress(FileNotFoundError):
             splits = open_splits(recipe)
     train, evaluated, classes, per_epoch = _data_size(recipe, splits)
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    steps_per_epoch, steps = per_epoch // recipe.accumulate, total_steps(recipe, per_epoch)
-    model = VisionLongformer(recipe.model_config(classes)).train()
-    computing, activations = _trial(model, recipe.precision)
-    reading = _trial_read(recipe, splits, model)
-    evaluations = ceil_div(ceil_div(steps, steps_per_epoch), recipe.eval_every)
-    seen, judged = steps * recipe.batch_size / processes, evaluations * evaluated / processes
-    loading = reading / (min(recipe.workers, os.cpu_count() or 1) or 1)
-    seconds = seen * _together(computing, loading, recipe) + judged * (FORWARD_PART * computing + loading)
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    moments = 1 if recipe.optimizer in ("sgd", "release_qhm") else 2
-    warmup = recipe.count_warmup(steps_per_epoch)
-    marks = sorted({0, warmup, steps // 4, steps // 2, 3 * steps // 4, steps - 1})
     assumed = "" if splits else " (assumed; the data were not found)"
-    return Estimate(
-        data=f"{train:,} images of {classes:,} classes{assumed}",
-        epochs=steps / steps_per_epoch,
-        steps=steps,
-        images=recipe.batch_size // recipe.accumulate // processes,
-        seconds_per_image=computing,
-        seconds_per_read=reading,
-        seconds=seconds,
-        fixed_bytes=weights * (2 + moments + (recipe.ema is not None)),
-        image_bytes=activations,
-        rates=[(mark / steps_per_epoch, learning_rate(recipe, mark, steps, warmup)) for mark in marks],
-    )
+    model = VisionLongformer(recipe.model_config(classes)).train()
+    trial = _trial(model, recipe.precision)._replace(reading_seconds=_trial_read(recipe, splits, model))
+    data = f"{train:,} images of {classes:,} classes{assumed}"
+    return scale_up(recipe, model, data, per_epoch, evaluated, trial)
 
 
 def _data_size(recipe: ClassificationRecipe, splits: Splits | None) -> tuple[int, int, int, int]:
@@ -103,17 +52,24 @@ def _data_size(recipe: ClassificationRecipe, splits: Splits | None) -> tuple[int
     config = recipe.model_config(len(classes))
     train_set = build_train_set(splits.train, recipe, recipe_preprocessing(recipe, config, classes))
     per_epoch = train_set.batches_per_epoch
-    return count_images(splits.train, recipe.num_images), count_images(splits.evaluation), len(classes), per_epoch
+    return _count(splits.train, recipe.num_images), _count(splits.evaluation), len(classes), per_epoch
 
 
-def count_images(images: Source | ShardSource, stated: int | None = None) -> int:
+def _count(images: Source | ShardSource, stated: int | None = None) -> int:
     """Images of a source; of shards, the stated number or else those that are there."""
     return stated or images.count_samples() if isinstance(images, ShardSource) else len(images)
 
 
-def _together(computing: float, loading: float, recipe: ClassificationRecipe) -> float:
-    """Seconds per image where it is loaded and learned: at once on a GPU, one at the cost of the other on a CPU."""
-    return max(computing, loading) if torch.cuda.is_available() and recipe.workers else computing + loading
+def _trial(model: VisionLongformer, precision: str) -> Trial:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
+    images = torch.randn(TRIAL_BATCH_SIZE, model.config.in_chans, *model.config.img_size, device=device)
+
+    def step() -> Tensor:
+        with autocast(device, precision):
+            return model(images).float().logsumexp(1).mean()
+
+    return trial_step(model, step, TRIAL_BATCH_SIZE)
 
 
 def _trial_read(recipe: ClassificationRecipe, splits: Splits | None, model: VisionLongformer) -> float:
@@ -132,35 +88,6 @@ def _trial_read(recipe: ClassificationRecipe, splits: Splits | None, model: Visi
     return (time.perf_counter() - start) / max(1, read)
 
 
-def _trial(model: VisionLongformer, precision: str) -> tuple[float, float]:
-    """Seconds of forward and backward, and bytes of activations saved in between, per image."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(device)
-    config = model.config
-    images = torch.randn(TRIAL_BATCH_SIZE, config.in_chans, *config.img_size, device=device)
-    saved: dict[int, int] = {}
-
-    def save(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def step() -> Tensor:
-        with autocast(device, precision):
-            return model(images).float().logsumexp(1).mean()
-
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        loss = step()
-    loss.backward()
-    activations = sum(size for pointer, size in saved.items() if pointer not in parameters)
-    start = time.perf_counter()
-    step().backward()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / TRIAL_BATCH_SIZE, activations / TRIAL_BATCH_SIZE
-
-
 # What people look at before the first step
 
 LISTED_CLASSES = 12
@@ -173,8 +100,8 @@ def run_summary(recipe: ClassificationRecipe, splits: Splits, starts_from: str) 
     config = recipe.model_config(len(splits.train.classes))
     rows = {
         "data": recipe.data,
-        "training": f"{count_images(splits.train, recipe.num_images):,} images: {_by_class(splits.train)}",
-        "evaluation": f"{count_images(splits.evaluation):,} images: {_by_class(splits.evaluation)}{held_out}",
+        "training": f"{_count(splits.train, recipe.num_images):,} images: {_by_class(splits.train)}",
+        "evaluation": f"{_count(splits.evaluation):,} images: {_by_class(splits.evaluation)}{held_out}",
         "ignored": "" if isinstance(splits.train, ShardSource) else _counted(ignored_files(splits.train)),
         "model": f"{recipe.model}, images of {'×'.join(map(str, config.img_size))}",
         "starts from": starts_from,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..geometry import ceil_div
 from ..training.callbacks import Callback, duration
-from .output import log_lines
+from .output import log_lines, print_line, print_table
 
 if TYPE_CHECKING:
+    from ..training.estimate import Estimate
     from ..training.run import TrainedRun
     from ..training.task import TrainingTask
 
@@ -47,6 +48,32 @@ def run_training(
             print(f"{interruption}; resume with: {command} --resume {interruption.run}", file=sys.stderr)
         raise SystemExit(128 + interruption.number) from None
     return trained if first else None
+
+
+def print_plan(
+    task_type: type[TrainingTask], recipe: str | None, changes: Mapping[str, Any], estimate: Callable[[Any], Estimate]
+) -> None:
+    """A dry run: all settings, the schedule, and what a task's ``estimate`` says of time and memory."""
+    from ..training.recipe import resolve, to_yaml
+
+    recipe_type = task_type.recipe_type
+    resolved = resolve(recipe_type, recipe or recipe_type.default_name(changes), task_type.derive, **changes)
+    print_line(to_yaml(resolved).rstrip())
+    plan = estimate(resolved)
+    print_table("Schedule", ("epoch", "learning rate"), [(f"{at:.3g}", f"{rate:.3g}") for at, rate in plan.rates])
+    rows = [
+        ("data", plan.data),
+        ("optimiser steps", f"{plan.steps:,}"),
+        ("one image, forward and backward", f"{1000 * plan.trial.seconds:.3g} ms"),
+        ("one image, reading and augmenting", f"{1000 * plan.trial.reading_seconds:.3g} ms"),
+        ("whole run with its evaluations", duration(plan.seconds)),
+        ("memory of weights, gradients and optimiser", f"{plan.fixed_bytes / 1e6:,.0f} MB"),
+        ("memory of one image's activations", f"{plan.trial.activation_bytes / 1e6:,.1f} MB"),
+        (f"memory of a process with {plan.images} images at a time", f"{plan.bytes / 1e9:,.2f} GB"),
+    ]
+    if not plan.trial.reading_seconds:
+        del rows[3]
+    print_table("Estimated from a trial step on this machine", ("", ""), rows)
 
 
 QUIET_SECONDS = 30
@@ -93,7 +120,7 @@ class TrainingProgress(Callback):
 
     def on_log(self, values: dict[str, Any]) -> None:
         accuracy = f"  accuracy {values['accuracy']:.1f}%" if "accuracy" in values else ""
-        self._values = f"loss {values['loss']:.3f}{accuracy}  {_speed(values['images_per_second'])}"
+        self._values = f"loss {values['loss']:.3f}{accuracy}  {_speed(values)}"
         self._bar.update(self._training, values=self._values)
         if not self._console.is_terminal and time.monotonic() - self._printed_at > QUIET_SECONDS:
             self._line(f"step {values['step']} of {self._total}  {self._values}  {self._left(values['step'])}")
@@ -118,6 +145,7 @@ class TrainingProgress(Callback):
         return f"{duration(seconds)} left" if step < self._total else "done"
 
 
-def _speed(images_per_second: float) -> str:
-    slow = 0 < images_per_second < 1
-    return f"{1 / images_per_second:.1f} s/image" if slow else f"{images_per_second:.0f} images/s"
+def _speed(values: Mapping[str, Any]) -> str:
+    """Images per second, or seconds per step where that would be less than one."""
+    speed = values["images_per_second"]
+    return f"{speed:.0f} images/s" if speed >= 1 else f"{values['seconds_per_step']:.1f} s/step"

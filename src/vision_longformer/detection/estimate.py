@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from copy import deepcopy
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..geometry import ceil_div
-from ..training.loop import total_steps
-from ..training.optimizer import learning_rate
+from ..training.estimate import Estimate, Trial, scale_up, trial_step
 from .dataset import has_split, open_detection
 from .detectors import build_detector
 from .recipe import DetectionRecipe
@@ -22,39 +19,9 @@ from .statistics import ObjectStatistics, object_statistics
 COCO_IMAGES, COCO_CATEGORIES, COCO_SIZE, COCO_OBJECTS = 117_266, 80, (640, 480), 7
 """What is assumed where the data is not here: COCO's training images with objects, and one of them."""
 
-REPEATED_BELOW = 2.0
-"""Seconds of a step up to which a second one is measured: the first also pays for what happens once."""
-
-EVALUATION_SHARE = 1 / 3
-"""Time of an image in evaluation, which has no backward pass, as a part of that in training."""
-
-
-class Trial(NamedTuple):
-    """A training step on one image: its time, and the activations kept for the backward pass."""
-
-    seconds: float
-    activation_bytes: int
-
-
-class Estimate(NamedTuple):
-    """``images`` are those a process holds at a time; ``rates`` are (epoch, learning rate) along the run."""
-
-    data: str
-    steps: int
-    images: int
-    seconds_per_image: float
-    seconds: float
-    fixed_bytes: int
-    image_bytes: int
-    rates: list[tuple[float, float]]
-
-    @property
-    def bytes(self) -> int:
-        return self.fixed_bytes + self.images * self.image_bytes
-
 
 def estimate(recipe: DetectionRecipe) -> Estimate:
-    """Measure a step on one image and scale it up."""
+    """Measure a step on one image and scale it up. Data that is not there is taken to be COCO."""
     try:
         data = open_detection(recipe.data, recipe.train_split, masks=False, skip_bad=recipe.skip_bad)
         statistics, images = object_statistics(data), len(data.with_objects())
@@ -64,60 +31,17 @@ def estimate(recipe: DetectionRecipe) -> Estimate:
         known = " (assumed; the data were not found)"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_detector(recipe.detector_config(categories).without_pretrained())
-    trial = trial_step(model, statistics, device)
     batches = max(1, images // recipe.batch_size) * recipe.accumulate
-    steps, per_epoch = total_steps(recipe, batches), batches // recipe.accumulate
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    moments = 1 if recipe.optimizer in ("sgd", "release_qhm") else 2
-    warmup = recipe.count_warmup(per_epoch)
-    marks = sorted({0, min(warmup, steps - 1), steps // 4, steps // 2, 3 * steps // 4, steps - 1})
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    return Estimate(
-        data=f"{images:,} images of {categories:,} categories{known}",
-        steps=steps,
-        images=ceil_div(recipe.batch_size, recipe.accumulate * processes),
-        seconds_per_image=trial.seconds,
-        seconds=run_seconds(recipe, steps, batches, _eval_images(recipe, images), trial) / processes,
-        fixed_bytes=weights * (2 + moments + (recipe.ema is not None)),
-        image_bytes=trial.activation_bytes,
-        rates=[(mark / per_epoch, learning_rate(recipe, mark, steps, warmup)) for mark in marks],
-    )
+    words = f"{images:,} images of {categories:,} categories{known}"
+    trial = trial_of_detector(model, statistics, device)
+    return scale_up(recipe, model, words, batches, _eval_images(recipe, images), trial)
 
 
-def run_seconds(recipe: DetectionRecipe, steps: int, batches_per_epoch: int, eval_images: int, trial: Trial) -> float:
-    """Of training and evaluation on one process."""
-    per_epoch = max(1, batches_per_epoch // recipe.accumulate)
-    evaluations = max(1, steps // (per_epoch * recipe.eval_every))
-    return trial.seconds * (steps * recipe.batch_size + EVALUATION_SHARE * evaluations * eval_images)
-
-
-def trial_step(model: nn.Module, statistics: ObjectStatistics, device: torch.device) -> Trial:
-    """Forward and backward of a copy of the model, for an image and objects of usual size."""
+def trial_of_detector(model: nn.Module, statistics: ObjectStatistics, device: torch.device) -> Trial:
+    """A training step of a copy of the model, for an image and objects of usual size."""
     copy = deepcopy(model).to(device).train()
     image, target = _usual_sample(statistics, device)
-    saved: dict[int, int] = {}
-
-    def save(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.random.fork_rng(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        seconds = _step(copy, image, target)
-        weights = {parameter.untyped_storage().data_ptr() for parameter in copy.parameters()}
-        activations = sum(size for pointer, size in saved.items() if pointer not in weights)
-    if seconds < REPEATED_BELOW:
-        with torch.random.fork_rng():
-            seconds = _step(copy, image, target)
-    return Trial(seconds, activations)
-
-
-def _step(model: nn.Module, image: Tensor, target: dict[str, Tensor]) -> float:
-    start = time.perf_counter()
-    torch.stack(list(model([image], [target]).values())).sum().backward()
-    if image.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return trial_step(copy, lambda: torch.stack(list(copy([image], [target]).values())).sum())
 
 
 def _usual_sample(statistics: ObjectStatistics, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:

@@ -74,6 +74,7 @@ class DetectionRecipe(BackboneSettings):
     task: ClassVar[str] = "detection"
     run_prefix: ClassVar[str] = "detect-"
     generated: ClassVar[Mapping[str, Mapping[str, Any]]] = _generated()
+    own_data: ClassVar[str] = "own_objects"
 
     detector: str = "mask_rcnn"
     detector_options: dict[str, Any] = field(default_factory=dict)
@@ -118,8 +119,3 @@ class DetectionRecipe(BackboneSettings):
             options |= {"drop_path_rate": self.drop_path, "neighbours": self.neighbours}
         config = DetectorConfig(self.detector, self.model, num_classes, options)
         return config.override(**self.detector_options)
-
-
-def default_recipe(changes: Mapping[str, Any]) -> str:
-    """The recipe of a run for which none is named: ``own_objects`` for data that is given, else ``quickstart``."""
-    return "own_objects" if "data" in changes else "quickstart"

@@ -17,8 +17,8 @@ from ..data.order import Process
 from ..data.randomness import derive_seed, seeded
 from ..data.split import EVAL_FRACTION, SPLIT_FILE, Split
 from ..training import run
-from ..training.callbacks import Callback
-from ..training.loop import total_steps
+from ..training.callbacks import Callback, duration
+from ..training.estimate import scale_up
 from ..training.run import TrainedRun
 from ..training.task import TrainingTask
 from .augment import Augmentation
@@ -27,12 +27,12 @@ from .dataset import Batch, DetectionData, EvalSet, Subset, TrainSet, has_split,
 from .derive import derive
 from .detections import annotated_objects
 from .detectors import build_detector
-from .estimate import run_seconds, trial_step
+from .estimate import trial_of_detector
 from .evaluate import evaluate_detector
 from .export import open_detector
 from .pictures import draw_pair, page, save_image
 from .predict import predict_image
-from .recipe import DetectionRecipe, default_recipe
+from .recipe import DetectionRecipe
 from .statistics import object_statistics
 
 logger = logging.getLogger(__name__)
@@ -95,9 +95,8 @@ class DetectionTask(TrainingTask):
         counts = ", ".join(f"{name} {count}" for name, count in islice(statistics.counts.items(), MAX_CATEGORIES))
         more = len(statistics.counts) - MAX_CATEGORIES
         held_out = "held out of the training images" if self._split else recipe.eval_split
-        steps = total_steps(recipe, self.batches_per_epoch)
-        trial = trial_step(self.model, statistics, self.accelerator.device)
-        seconds = run_seconds(recipe, steps, self.batches_per_epoch, len(self._eval_data), trial)
+        trial = trial_of_detector(self.model, statistics, self.accelerator.device)
+        plan = scale_up(recipe, self.model, "", self.batches_per_epoch, len(self._eval_data), trial)
         parameters = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         return {
             "data": recipe.data,
@@ -108,8 +107,9 @@ class DetectionTask(TrainingTask):
             "detector": f"{recipe.detector}, images of {config.min_sizes[-1]} to {config.max_size} pixels",
             "anchors": f"from {config.cells * 4 * 2 ** (config.stages[0] - 1):g} pixels",
             "model": f"{recipe.model}, {parameters:.1f} million parameters",
-            "starting weights": recipe.init or "random",
-            "steps": f"{steps} of {recipe.batch_size} images, about {max(1, round(seconds / 60))} min",
+            "starts from": recipe.init or "random weights",
+            "schedule": f"{plan.epochs:g} epochs, {plan.steps:,} steps of {recipe.batch_size} images",
+            "expected": f"about {duration(plan.seconds)}",
         }
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -190,7 +190,7 @@ def train(
 
     Without a recipe, ``own_objects`` is for ``data`` that is given, and otherwise ``quickstart`` for the built-in data.
     """
-    recipe = recipe or default_recipe(changes)
+    recipe = recipe or DetectionRecipe.default_name(changes)
     return run.train(DetectionTask, recipe, output=output, callback=callback, **changes)
 
 

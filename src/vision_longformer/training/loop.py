@@ -171,9 +171,10 @@ class TrainingLoop:
         means = {name: value / parts for name, value in sums.items()}
         self._check_finite(means["loss"])
         step, now = self.counters.step, time.monotonic()
-        speed = (step - self._logged_step) * self.settings.batch_size / max(now - self._logged_at, 1e-9)
+        pace = max(now - self._logged_at, 1e-9) / (step - self._logged_step)
+        speed = {"images_per_second": round(self.settings.batch_size / pace, 1), "seconds_per_step": round(pace, 3)}
         lr = self.optimizer.param_groups[0]["lr"]
-        record = {"step": step, "epoch": epoch, "lr": lr, **means, "images_per_second": round(speed, 1)}
+        record = {"step": step, "epoch": epoch, "lr": lr, **means, **speed}
         if self.accelerator.is_main_process:
             self.run.record(record)
         self.callback.on_log(record)

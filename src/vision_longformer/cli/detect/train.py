@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...training.callbacks import duration
-from ..output import print_line, print_table
+from ..output import print_line
 from ..parser import settings_from
 from ..recipes import recipe_settings
-from ..training import run_training
+from ..training import print_plan, run_training
 
 if TYPE_CHECKING:
     from ...training.run import TrainedRun
@@ -37,15 +36,14 @@ def detect_train(
         output: the run directory, runs/detect-RECIPE-1 or the next free number by default.
         dry_run: print all settings, the schedule, and the estimated time and memory on this machine, without training.
     """
-    from ...detection.recipe import default_recipe
     from ...detection.task import DetectionTask
     from ...training.recipe import parse_values
 
     changes = parse_values(settings)
-    if recipe is None and resume is None:
-        recipe = default_recipe(changes)
-    if dry_run and recipe is not None:
-        _print_plan(recipe, changes)
+    if dry_run:
+        from ...detection.estimate import estimate
+
+        print_plan(DetectionTask, recipe, changes, estimate)
         return
     trained = run_training(DetectionTask, recipe, resume, output, changes, "vil detect train")
     if trained is not None:
@@ -62,25 +60,3 @@ def _print_end(trained: TrainedRun) -> None:
 def _metrics(results: Mapping[str, float]) -> str:
     shown = {name: value for name, value in results.items() if name.endswith(("_AP", "_AP50"))}
     return ", ".join(f"{name} {value:.1f}" for name, value in shown.items())
-
-
-def _print_plan(recipe: str, changes: Mapping[str, Any]) -> None:
-    from ...detection.derive import derive
-    from ...detection.estimate import estimate
-    from ...detection.recipe import DetectionRecipe
-    from ...training.recipe import resolve, to_yaml
-
-    resolved = resolve(DetectionRecipe, recipe, derive, **changes)
-    print_line(to_yaml(resolved).rstrip())
-    plan = estimate(resolved)
-    print_table("Schedule", ("epoch", "learning rate"), [(f"{at:.3g}", f"{rate:.3g}") for at, rate in plan.rates])
-    rows = [
-        ("data", plan.data),
-        ("optimiser steps", f"{plan.steps:,}"),
-        ("one image, forward and backward", f"{plan.seconds_per_image:.3g} s"),
-        ("whole training on this machine, with evaluation", duration(plan.seconds)),
-        ("memory of weights, gradients and optimiser", f"{plan.fixed_bytes / 1e6:,.0f} MB"),
-        ("memory of one image's activations", f"{plan.image_bytes / 1e6:,.1f} MB"),
-        (f"memory of a process with {plan.images} images at a time", f"{plan.bytes / 1e9:,.2f} GB"),
-    ]
-    print_table("Estimated from a step on one image on this machine", ("", ""), rows)
