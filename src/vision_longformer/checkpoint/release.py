@@ -122,7 +122,7 @@ def read_pth(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is no checkpoint of plain tensors (or is damaged); nothing was loaded"
+            f"{path} is not a checkpoint of plain tensors, or is truncated or invalid; nothing was loaded"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

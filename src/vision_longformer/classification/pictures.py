@@ -102,7 +102,7 @@ def draw_predictions(
     figure = Figure(figsize=(1.75 * columns, 2.25 * rows + 0.7), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False)
     wrong = int((labels != predictions).sum())
-    figure.suptitle(f"{len(images)} images, {wrong} of them predicted wrongly (framed)", fontsize=13, weight="bold")
+    figure.suptitle(f"{len(images)} images, {wrong} misclassified (framed)", fontsize=13, weight="bold")
     for axes in panels.flat[len(images) :]:
         axes.set_axis_off()
     cells = zip(panels.flat, images, labels.tolist(), predictions.tolist(), probabilities.tolist(), strict=False)
