@@ -64,7 +64,8 @@ def resume(
 ) -> TrainedRun:
     """Resume an interrupted run from its last checkpoint; it ends as if it had not been interrupted.
 
-    With ``epochs``, a finished run is trained further, to that many epochs in all. Its learning rate warms up and decays anew.
+    With ``epochs``, a finished run is trained further, to that many epochs in all; its learning rate warms up and decays
+    anew.
     """
     directory = RunDirectory.reopen(Path(run))
     settings = resolve(task_type.recipe_type, str(directory.path / RECIPE))
