@@ -115,22 +115,28 @@ def cut(images: Iterable[tuple[Path, list[Box]]], output: Path, side: int | None
         if not path.is_file():
             raise SystemExit(f"there is no image {path}, which is annotated; images should be beside their annotations")
         image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
+        boxes = [box for one in boxes if (box := clipped(one, image, path))]
         for part in tiles(image, side):
             number, tile = len(cut_out) + 1, image.crop(part)
             stated = {"id": number, "file_name": f"{number:05}.png", "width": tile.width, "height": tile.height}
             tile.save(output / stated["file_name"])
             shown = boxes if side is None else [box for one in boxes if (box := one.within(*part))]
-            cut_out.append((stated, [inside(box, tile) for box in shown]))
+            cut_out.append((stated, shown))
     return cut_out
 
 
-def inside(box: Box, image: Image.Image) -> Box:
-    """The box and its outline without what leaves the image."""
+def clipped(box: Box, image: Image.Image, path: Path) -> Box | None:
+    """The box and its outline without what leaves the image, which is told; None if nothing is left."""
     outline = box.outline and tuple(
         min(max(value, 0.0), float(image.size[index % 2])) for index, value in enumerate(box.outline)
     )
     width, height = image.size
     borders = max(box.left, 0.0), max(box.top, 0.0), min(box.right, width), min(box.bottom, height)
+    if borders[2] <= borders[0] or borders[3] <= borders[1]:
+        print(f"{path}: skipped {box.name} at {list(box[1:5])}, which has no area in the image")
+        return None
+    if borders != box[1:5]:
+        print(f"{path}: {box.name} at {list(box[1:5])} leaves the image of {width}×{height}, and is cut at its border")
     return Box(box.name, *borders, outline)
 
 
@@ -166,11 +172,15 @@ def main() -> None:
     parser.add_argument("annotated", type=Path, help="folder of .xml or .json files and images")
     parser.add_argument("output", type=Path, help="folder to be made")
     parser.add_argument("--tile", type=int, default=None, help="cut images into squares of so many pixels")
-    parser.add_argument("--validation", type=int, default=None, help="keep one image in so many for evaluation")
+    parser.add_argument(
+        "--validation", type=int, default=None, help="keep one image, or tile, in so many for evaluation"
+    )
     parser.add_argument("--name", default=None, help="one name for all objects")
     arguments = parser.parse_args()
 
     images = arguments.output / "images"
+    if images.exists():
+        raise SystemExit(f"{arguments.output} exists; give the name of a new folder")
     images.mkdir(parents=True)
     annotated = annotated_images(arguments.annotated, arguments.name)
     splits = {"train": cut(annotated, images, arguments.tile)}
@@ -181,6 +191,7 @@ def main() -> None:
     for split, cut_out in splits.items():
         (arguments.output / f"{split}.json").write_text(json.dumps(coco_content(cut_out, names)))
         print(f"{split}: {len(cut_out)} images, {sum(len(boxes) for _, boxes in cut_out)} objects")
+    print(f"wrote {arguments.output}; next: vil detect check {arguments.output}")
 
 
 if __name__ == "__main__":

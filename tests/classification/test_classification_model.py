@@ -46,7 +46,7 @@ def test_a_checkpoint_of_the_same_classes_keeps_its_head(checkpoint: Path) -> No
     state, expected = model.state_dict(), load(checkpoint).state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in state)
-    assert report == f"{checkpoint}, 3 of 3 classes with its head's weights, the others new"
+    assert report == f"{checkpoint}, with its head"
 
 
 def test_other_classes_get_a_new_head(checkpoint: Path) -> None:
@@ -55,7 +55,7 @@ def test_other_classes_get_a_new_head(checkpoint: Path) -> None:
     model, report = initial_model(_recipe(init=str(checkpoint)), classes)
     assert torch.equal(model.head.weight, drawn)
     assert torch.equal(model.norm.weight, load(checkpoint).norm.weight)
-    assert "0 of 2 classes" in report
+    assert report.endswith("with a new head")
 
 
 def test_classes_are_matched_by_a_file(checkpoint: Path, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_classes_are_matched_by_a_file(checkpoint: Path, tmp_path: Path) -> None
     model, report = initial_model(recipe, classes)
     for new, expected in ((0, old.weight[2]), (1, drawn.weight[1]), (2, old.weight[0])):
         assert torch.equal(model.head.weight[new], expected)
-    assert "2 of 3 classes" in report
+    assert report.endswith("with its head for 2 of 3 classes")
     for text, message in (
         ("bright: 7\n", "unknown class of the checkpoint"),
         ("brigt: bright\n", "did you mean 'bright'"),

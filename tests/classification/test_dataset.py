@@ -278,13 +278,13 @@ def _recorded_eval_set(source: _Recorded, *process: int, skip_bad_images: bool =
 @pytest.mark.parametrize(
     ("size", "count", "expected"),
     [
-        (100, 40, range(0, 80, 2)),
-        (103, 10, range(0, 100, 10)),
+        (5, 2, [0, 2]),
+        (44, 10, [0, 4, 8, 13, 17, 22, 26, 30, 35, 39]),
         (40, 40, range(40)),
         (7, 40, range(7)),
     ],
 )
-def test_examples_read_no_more_than_they_need(size: int, count: int, expected: range) -> None:
+def test_examples_read_no_more_than_they_need(size: int, count: int, expected: Sequence[int]) -> None:
     source = _Recorded(size)
     samples = samples_of([_recorded_eval_set(source).examples(count)])
     assert source.read_indices == list(expected)

@@ -272,7 +272,10 @@ def test_evaluate_command(
     output = capsys.readouterr().out
     rows = [line.split() for line in output.splitlines()]
     assert ["10", f"{result.top1:.2f}", f"{result.loss:.4f}"] in rows  # of five classes: no top-5
-    assert ["ant", "3", f"{result.per_class()[0][0]:.2f}"] in rows
+    assert result.confusion is not None
+    wrong = result.confusion[0].tolist()[1:]
+    mostly = [CLASSES[1 + wrong.index(max(wrong))], f"({max(wrong)})"]
+    assert ["ant", "3", f"{result.per_class()[0][0]:.2f}", *mostly] in rows
     assert ["eel", "0"] in rows
     assert f"wrote {picture}" in output
     assert Image.open(picture).format == "PNG"

@@ -170,7 +170,7 @@ def test_the_banner(run: tuple[Path, str], colours: Path) -> None:
     assert rows["training"] == "51 images: blue 17, green 17, red 17"
     assert rows["evaluation"] == "9 images: blue 3, green 3, red 3, held out from the training images (split.json)"
     assert rows["model"] == "vision_longformer_nano, images of 64×64"
-    assert rows["starts from"] == "cifar10_nano, 0 of 3 classes with its head's weights, the others new"
+    assert rows["starts from"] == "cifar10_nano, with a new head"
     assert rows["schedule"] == "2 epochs, 6 steps of 16 images"
     assert rows["expected"].startswith("about ")
     assert rows["run directory"] == str(run[0])
@@ -209,9 +209,21 @@ def test_a_resumed_run_keeps_its_split(run: tuple[Path, str]) -> None:
     assert list(again.evaluation.names) == json.loads((folder / "split.json").read_text())["evaluation"]  # type: ignore[union-attr]
 
 
+def test_weights_of_a_run_bring_its_split(run: tuple[Path, str], colours: Path, tmp_path: Path) -> None:
+    """On the same data, whatever the seed; what they have learned from is not evaluated on."""
+    held = json.loads((run[0] / "split.json").read_text())["evaluation"]
+    same = open_splits(ClassificationRecipe(data=str(colours), batch_size=2, init=str(run[0]), seed=5))
+    assert same.split is not None
+    assert list(same.split.evaluation) == held
+    other = write_colours(tmp_path / "other", 20)
+    elsewhere = open_splits(ClassificationRecipe(data=str(other), batch_size=2, init=str(run[0]), seed=5)).split
+    assert elsewhere is not None
+    assert list(elsewhere.evaluation) != held
+
+
 def test_what_a_checkpoint_elsewhere_is_evaluated_on(run: tuple[Path, str], tmp_path: Path) -> None:
     alone = save(load(run[0]), tmp_path / "alone.safetensors")
-    with pytest.raises(ValueError, match="is not in a run directory, which would name its data; say what to evaluate"):
+    with pytest.raises(ValueError, match="is not in a run directory, which would name its data; give --data DATA"):
         evaluate(alone)
 
 

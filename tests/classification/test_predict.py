@@ -16,6 +16,7 @@ from vision_longformer import VisionLongformer, save
 from vision_longformer.classification.model import load_classifier
 from vision_longformer.classification.predict import predict
 from vision_longformer.classification.preprocessing import Preprocessing
+from vision_longformer.cli.main import main
 from vision_longformer.cli.parser import Group, run_command
 from vision_longformer.cli.predict import predict as predict_command
 from vision_longformer.data.images import ImageError, decode_image
@@ -178,3 +179,23 @@ def test_pictures_are_refused_before_the_work(checkpoint: Path, photo: Path, tmp
     with pytest.raises(ValueError, match=r"photo\.png and .*photo\.jpg would both become .*photo\.png"):
         _vil("predict", "missing.safetensors", photo, twin, "--picture", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_bad_images_are_skipped_if_asked(
+    checkpoint: Path, photo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "a.png").write_text("no image")
+    (folder / "b.png").write_bytes(photo.read_bytes())
+    with pytest.raises(ImageError, match=r"a\.png cannot be read as an image: it is of no known format"):
+        predict(checkpoint, [folder])
+    main(["predict", str(checkpoint), str(folder), "--skip-bad-images", "--picture", str(tmp_path / "out")])
+    output = capsys.readouterr()
+    assert str(folder / "b.png") in output.out
+    assert f"skipped: {folder / 'a.png'} cannot be read" in output.err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.png"]
+    main(["predict", str(checkpoint), str(photo), "--picture", str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        main(["predict", str(checkpoint), str(photo), "--picture", str(tmp_path / "out")])
+    main(["predict", str(checkpoint), str(photo), "--picture", str(tmp_path / "out"), "--overwrite"])

@@ -94,6 +94,14 @@ def test_headings_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written == ["annotated: 0", "nothing found", "cat", "cat 50%", "cat 50%", "annotated: 1", "found: 2"]
 
 
+def test_only_the_best_of_many_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda self, place, text, **_: written.append(text))
+    many = [Detection((1, 1, 5, 5), 1, 1 - number / 100) for number in range(60)]
+    draw_detections(Image.new("RGB", (9, 9)), many, ["cat"])
+    assert (len(written), written[0], written[-1]) == (50, "cat 100%", "cat 51%")
+
+
 def test_page() -> None:
     pictures = [Image.new("RGB", (100 + 50 * index, 200), (0, 0, 255)) for index in range(4)]
     sheet = np.asarray(page(pictures, "four pictures", columns=3, width=600))

@@ -196,8 +196,12 @@ def test_command(tmp_path: Path, photo: Path, capsys: pytest.CaptureFixture[str]
     ]
     detect_predict(checkpoint, [str(photo)], threshold=0.0, tile=64, json=True)
     assert len(json.loads(capsys.readouterr().out)) > 5
+    with pytest.raises(FileExistsError, match=r"photo\.png exists"):
+        detect_predict(checkpoint, [str(photo)], output=str(tmp_path / "out"))
+    detect_predict(checkpoint, [str(photo)], threshold=0.0, output=str(tmp_path / "out"), overwrite=True)
+    capsys.readouterr()
     detect_predict(checkpoint, [str(photo)], threshold=1.0)
-    assert capsys.readouterr().out == f"{photo}: nothing found\n"
+    assert capsys.readouterr().out == f"{photo}: nothing found with a score of 1 or more; --threshold lowers it\n"
 
 
 def test_image_ids_of_a_data_set(tmp_path: Path, photo: Path, capsys: pytest.CaptureFixture[str]) -> None:

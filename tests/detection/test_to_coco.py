@@ -113,3 +113,19 @@ def test_a_missing_image_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (annotated / "wood.png").unlink()
     with pytest.raises(SystemExit, match=r"there is no image .*wood\.png, which is annotated"):
         _convert(annotated, tmp_path / "coco", monkeypatch)
+
+
+def test_boxes_that_leave_the_image_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One is cut at the border, so that its centre is in the image again; one has nothing in it."""
+    annotated = _annotated(tmp_path / "voc")
+    text = "".join(OBJECT.format(*one) for one in [("oak", 60, 10, 9999, 40), ("elm", 200, 5, 300, 25)])
+    (annotated / "wood.xml").write_text(f"<annotation><filename>wood.png</filename>{text}</annotation>")
+    data = CocoData(_convert(annotated, tmp_path / "coco", monkeypatch, "--tile", "100"), "train")
+    assert [data.read(index)[1].boxes.tolist() for index in range(len(data))] == [[[60, 10, 100, 40]]]
+    output = capsys.readouterr().out
+    assert "oak at [60.0, 10.0, 9999.0, 40.0] leaves the image of 100×60, and is cut at its border" in output
+    assert "skipped elm at [200.0, 5.0, 300.0, 25.0], which has no area in the image" in output
+    with pytest.raises(SystemExit, match="coco exists; give the name of a new folder"):
+        _convert(annotated, tmp_path / "coco", monkeypatch)

@@ -90,11 +90,12 @@ RECORDS: list[dict[str, Any]] = [
 
 
 def test_curves_show_every_logged_loss_and_the_results_asked_for() -> None:
-    losses, scores = curves(RECORDS, ("box_AP50", "mask_AP50")).axes
+    worse = {"step": 50, "evaluation": {"box_AP50": 15.0}}
+    losses, scores = curves([*RECORDS, worse], ("box_AP50", "mask_AP50")).axes
     assert losses.lines[0].get_xydata().tolist() == [[10, 4], [20, 2], [30, 1]]
     (line,) = scores.lines
-    assert line.get_xydata().tolist() == [[20, 12.5], [40, 20]]
-    assert [text.get_text() for text in scores.get_legend().get_texts()] == ["box AP50: 20.0"]
+    assert line.get_xydata().tolist() == [[20, 12.5], [40, 20], [50, 15]]
+    assert [text.get_text() for text in scores.get_legend().get_texts()] == ["box AP50: best 20.0, last 15.0"]
 
 
 def test_values_that_are_null_are_left_out_of_curves() -> None:

@@ -240,8 +240,19 @@ def test_speed_counts_images_between_lines_but_not_evaluation(tmp_path: Path, mo
     clock.advance_in(task, "evaluate", 100)
     training_loop(tmp_path / "run", task, TrainSettings(epochs=2, batch_size=8, log_every=3)).train()
     records = [record for record in RunDirectory(tmp_path / "run").records() if "loss" in record]
-    assert [(r["step"], r["images_per_second"]) for r in records] == [(3, 4.0), (4, 4.0), (6, 4.0), (8, 4.0)]
+    assert [(r["step"], r["images_per_second"]) for r in records] == [(3, 4.0), (4, 4.0), (7, 4.0), (8, 4.0)]
     assert {r["seconds_per_step"] for r in records} == {2.0}
+
+
+@pytest.mark.parametrize(
+    ("per_epoch", "every", "lines"),
+    [(3, 50, [3, 6]), (5, 2, [2, 4, 5, 7, 9, 10]), (5, 4, [5, 10]), (6, 4, [4, 6, 10, 12])],
+)
+def test_lines_end_with_their_epoch(per_epoch: int, every: int, lines: list[int], tmp_path: Path) -> None:
+    """A line of a whole epoch, or of parts of it none of which is shorter than half of ``log_every``."""
+    task = FixedLossTask([1.0] * 2 * per_epoch, batches_per_epoch=per_epoch)
+    training_loop(tmp_path / "run", task, TrainSettings(epochs=2, batch_size=1, log_every=every)).train()
+    assert [line["step"] for line in RunDirectory(tmp_path / "run").records() if "loss" in line] == lines
 
 
 # Evaluations
@@ -419,7 +430,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_logs_evaluates_and_saves(uninterrupted: Path) -> None:
     state, records = outcome(uninterrupted)
     assert state["counters"]["step"] == 12
-    assert [record["step"] for record in records if "loss" in record] == [3, 4, 6, 8, 9, 12]
+    assert [record["step"] for record in records if "loss" in record] == [3, 4, 7, 8, 11, 12]
     evaluations = {record["step"]: record["evaluation"]["score"] for record in records if "evaluation" in record}
     assert list(evaluations) == [4, 8, 12]
     assert float((uninterrupted / "best.safetensors").read_text()) == max(evaluations.values())

@@ -567,6 +567,11 @@ def test_only_what_is_not_given_is_derived() -> None:
     assert (recipe.epochs, recipe.lr, recipe.batch_size) == (7, 0.25, 4)
     assert seen[0]["data"] == "x"
     assert resolve(ClassificationRecipe, "own_images", derive, steps=9).steps == 9
+    options = resolve(
+        DetectionRecipe, "own_objects", lambda values: {"detector_options": {"min_size": [9], "max_size": 9}},
+        detector_options={"max_size": 12},
+    ).detector_options  # fmt: skip
+    assert options == {"min_size": [9], "max_size": 12}
     resolve(ClassificationRecipe, "cifar10", derive)
     assert len(seen) == 2
 

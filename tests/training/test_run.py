@@ -14,6 +14,7 @@ from torch import nn
 from toy_tasks import BRIEF, LinearTask, RecipeTask, ToyRecipe, ToyTask
 
 from vision_longformer import VisionLongformer
+from vision_longformer.data.loading import Progress
 from vision_longformer.models.attention.performer import orthogonal_features
 from vision_longformer.models.vision_longformer import Stage
 from vision_longformer.training.callbacks import Callback
@@ -212,6 +213,25 @@ def test_a_run_that_is_not_finished_is_not_trained_further(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"is not finished \(step 2\); resume it first, then give it more epochs"):
         resume(RecipeTask, tmp_path / "run", epochs=9)
     assert "phase_start: 0\n" in (tmp_path / "run" / "recipe.yaml").read_text()
+
+
+def test_a_run_between_its_epochs_is_not_trained_further(tmp_path: Path) -> None:
+    """Evaluated after step 4 of 8, and stopped in step 5."""
+    with pytest.raises(KeyboardInterrupt):
+        train(RecipeTask, BRIEF, output=tmp_path / "run", callback=StopAt(5), epochs=2)
+    with pytest.raises(ValueError, match=r"is not finished \(step 4\)"):
+        resume(RecipeTask, tmp_path / "run", epochs=9)
+
+
+def test_a_run_without_its_last_evaluation_is_not_trained_further(tmp_path: Path) -> None:
+    class Stopped(RecipeTask):
+        def evaluate(self, progress: Progress) -> dict[str, float]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(Stopped, BRIEF, output=tmp_path / "run", steps=3, checkpoint_minutes=0.0)
+    with pytest.raises(ValueError, match=r"is not finished \(step 3\)"):
+        resume(RecipeTask, tmp_path / "run", epochs=9)
 
 
 # What is told before the first step, and kept beside the recipe

@@ -103,8 +103,20 @@ def open_splits(recipe: ClassificationRecipe, run: Path | None = None) -> Splits
     if isinstance(train, ShardSource) or not len(train.labels):
         raise ValueError(f"eval_fraction cannot hold out images of {recipe.data}, which does not list its labels")
     if split is None:
+        split = _inherited_split(recipe, train.names)
+    if split is None:
         split = hold_out(train.names, list(train.labels), recipe.eval_fraction or EVAL_FRACTION, recipe.seed)
     return Splits(subset(train, split.train, recipe.data), subset(train, split.evaluation, recipe.data), split)
+
+
+def _inherited_split(recipe: ClassificationRecipe, names: Sequence[str]) -> Split | None:
+    """That of the run whose weights this one starts from, if on the same data: they have seen its training images."""
+    run = None if recipe.init is None else find_run(recipe.init)
+    split = Split.read(run)
+    if split is None or not _same(recipe.data, resolve(ClassificationRecipe, str(run / RECIPE)).data):  # type: ignore[operator]
+        return None
+    held = set(split.evaluation)
+    return Split(tuple(name for name in names if name not in held), tuple(name for name in names if name in held))
 
 
 def build_train_set(
@@ -158,7 +170,7 @@ def find_images(checkpoint: str | Path, data: str | None, split: str | None) -> 
     run = find_run(checkpoint)
     recipe = None if run is None else resolve(ClassificationRecipe, str(run / RECIPE))
     if data is None and recipe is None:
-        raise ValueError(f"{checkpoint} is not in a run directory, which would name its data; say what to evaluate on")
+        raise ValueError(f"{checkpoint} is not in a run directory, which would name its data; give --data DATA")
     if recipe is None or (data is not None and not _same(data, recipe.data)):
         return EvalImages(str(data), split or "validation")
     divided = Split.read(run)
@@ -238,9 +250,9 @@ class _AugmentedSamples:
         for bad in range(len(order)):
             try:
                 return *self._source.read(int(order[(position + bad) % len(order)])), bad
-            except UNREADABLE:
+            except UNREADABLE as error:
                 if not self._recipe.skip_bad_images:
-                    raise
+                    raise _with_remedy(error) from error
         raise DataError(f"none of the images of {self._recipe.data} can be read")
 
     def _epoch_order(self, epoch: int) -> Tensor:
@@ -253,6 +265,10 @@ def _order(source: Source, recipe: ClassificationRecipe, epoch: int) -> Tensor:
     """Indices of images by position in an epoch."""
     balanced = list(source.labels) if recipe.balance == "sample" else None
     return epoch_order(len(source), recipe.seed, epoch, recipe.batch_size, recipe.repeats, balanced)
+
+
+def _with_remedy(error: Exception) -> Exception:
+    return type(error)(f"{error}; 'vil check' lists all such files, and --skip-bad-images skips them")
 
 
 class IndexedEvalSet:
@@ -284,7 +300,8 @@ class IndexedEvalSet:
                 yield images, labels
 
     def examples(self, count: int) -> Batch:
-        images, labels, _ = self._read(range(0, self.size, max(1, self.size // count))[:count])
+        count = min(count, self.size)
+        images, labels, _ = self._read([index * self.size // count for index in range(count)])
         return images, labels
 
 
@@ -298,14 +315,14 @@ class _PreparedSamples:
         self._source, self._skip_bad_images = source, skip_bad_images
         self._transform = preprocessing.transform()
 
-    def __call__(self, indices: range) -> LabelledBatch:
+    def __call__(self, indices: Sequence[int]) -> LabelledBatch:
         samples = []
         for index in indices:
             try:
                 image, label = self._source.read(index)
-            except UNREADABLE:
+            except UNREADABLE as error:
                 if not self._skip_bad_images:
-                    raise
+                    raise _with_remedy(error) from error
                 continue
             samples.append((self._transform(image), label))
         return LabelledBatch.collate(samples, len(indices) - len(samples))

@@ -98,6 +98,7 @@ def run_summary(recipe: ClassificationRecipe, splits: Splits, starts_from: str) 
     plan = estimate(recipe, splits)
     held_out = "" if splits.split is None else ", held out from the training images (split.json)"
     config = recipe.model_config(len(splits.train.classes))
+    epochs = "epoch" if plan.epochs == 1 else "epochs"
     rows = {
         "data": recipe.data,
         "training": f"{_count(splits.train, recipe.num_images):,} images: {_by_class(splits.train)}",
@@ -105,7 +106,7 @@ def run_summary(recipe: ClassificationRecipe, splits: Splits, starts_from: str) 
         "ignored": "" if isinstance(splits.train, ShardSource) else _counted(ignored_files(splits.train)),
         "model": f"{recipe.model}, images of {'×'.join(map(str, config.img_size))}",
         "starts from": starts_from,
-        "schedule": f"{plan.epochs:g} epochs, {plan.steps:,} steps of {recipe.batch_size} images",
+        "schedule": f"{plan.epochs:g} {epochs}, {plan.steps:,} steps of {recipe.batch_size} images",
         "expected": f"about {duration(plan.seconds)}",
     }
     return {name: text for name, text in rows.items() if text}

@@ -39,7 +39,8 @@ def initial_model(recipe: ClassificationRecipe, classes: tuple[str, ...]) -> tup
     reused = sum(row is not None for row in rows)
     if report.resized:
         logger.info("%s", report)
-    return model, f"{recipe.init}, {reused} of {len(classes)} classes with its head's weights, the others new"
+    words = {0: "a new head", len(classes): "its head"}.get(reused, f"its head for {reused} of {len(classes)} classes")
+    return model, f"{recipe.init}, with {words}"
 
 
 def _head_rows(recipe: ClassificationRecipe, source: VisionLongformer, classes: tuple[str, ...]) -> list[int | None]:

@@ -91,10 +91,12 @@ def draw_predictions(
     classes: Sequence[str],
     path: str | Path,
     *,
+    total: int | None = None,
     overwrite: bool = False,
 ) -> Path:
     """A page of uint8 images (n, C, H, W), each above its predicted class; wrong ones are framed, with the true class.
 
+    They are some of ``total`` images.
     ``labels``, ``predictions`` and ``probabilities`` (of the predicted classes) are (n,).
     """
     columns = min(len(images), COLUMNS)
@@ -102,7 +104,8 @@ def draw_predictions(
     figure = Figure(figsize=(1.75 * columns, 2.25 * rows + 0.7), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False)
     wrong = int((labels != predictions).sum())
-    figure.suptitle(f"{len(images)} images, {wrong} misclassified (framed)", fontsize=13, weight="bold")
+    shown = f"{len(images)} of {total} images" if total else f"{len(images)} images"
+    figure.suptitle(f"{shown}, {wrong} misclassified (framed)", fontsize=13, weight="bold")
     for axes in panels.flat[len(images) :]:
         axes.set_axis_off()
     cells = zip(panels.flat, images, labels.tolist(), predictions.tolist(), probabilities.tolist(), strict=False)

@@ -69,6 +69,7 @@ class ClassificationTask(TrainingTask):
         )
         self.batches_per_epoch = self.train_set.batches_per_epoch
         self.result: Result | None = None
+        self._skipped = 0  # training images, as far as reported
         self._weights = _class_weights(self.splits.train).to(accelerator.device) if recipe.balance == "loss" else None
         self._mix = _mixing(recipe, len(classes), micro_batch_size)
 
@@ -84,14 +85,13 @@ class ClassificationTask(TrainingTask):
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         device = self.accelerator.device
-        before = self.train_set.skipped
         for images, labels in self.train_set.batches(epoch, start):
             yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        self._report_skipped(self.train_set.skipped - before, f"in epoch {epoch + 1}")
 
     def _report_skipped(self, count: int, where: str) -> None:
         if count:
-            logger.warning("skipped %d unreadable images %s; 'vil check %s' lists them", count, where, self.recipe.data)
+            images = "image" if count == 1 else "images"
+            logger.warning("skipped %d unreadable %s %s; 'vil check' lists them", count, images, where)
 
     def loss(
         self, model: nn.Module, batch: tuple[Tensor, Tensor], micro_batch_index: int
@@ -109,9 +109,12 @@ class ClassificationTask(TrainingTask):
     def evaluate(self, progress: Progress) -> dict[str, float]:
         device, precision = self.accelerator.device, self.recipe.precision
         self.result = evaluate_model(self.model, self.eval_set, device, precision, progress)
+        self._report_skipped(self.train_set.skipped - self._skipped, "in training")
         self._report_skipped(self.result.skipped, "in the evaluation")
+        self._skipped = self.train_set.skipped
         results = {**self.result.accuracies, "loss": self.result.loss}
-        return {**results, "skipped": self.result.skipped} if self.recipe.skip_bad_images else results
+        skipped = {"skipped": self.result.skipped, "skipped_in_training": self._skipped}
+        return {**results, **skipped} if self.recipe.skip_bad_images else results
 
     def save(self, path: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -134,7 +137,10 @@ class ClassificationTask(TrainingTask):
             likeliest = load(folder / "best.safetensors")(images).softmax(1).max(1)
         pixels = self.preprocessing.denormalise(images)
         path = folder / "predictions.png"
-        draw_predictions(pixels, labels, likeliest.indices, likeliest.values, classes, path, overwrite=True)
+        total = self.eval_set.size
+        draw_predictions(
+            pixels, labels, likeliest.indices, likeliest.values, classes, path, total=total, overwrite=True
+        )
 
     @staticmethod
     def redraws_features(step: int, epoch: int, step_of_epoch: int) -> bool:

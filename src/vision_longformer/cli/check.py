@@ -69,7 +69,7 @@ def _print_split(split: SplitReport) -> None:
     print_line(f"{split.split}: {split.images:,} images ({formats})")
     if split.sides is not None:
         least, middle, most = split.sides
-        print_line(f"  shorter sides from {least} to {most} pixels, {middle:g} in the middle")
+        print_line(f"  shorter sides from {least} to {most} pixels, median {middle:g}")
     if split.ignored:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in split.ignored.items())
         print_line(f"  ignored: {kinds}")

@@ -97,8 +97,21 @@ def _print_result(result: Result, title: str, per_class: bool) -> None:
     if result.skipped:
         print_line(f"{result.skipped} images could not be read and were skipped")
     if per_class:
-        rows = zip(result.classes, result.per_class(), strict=True)
-        print_table("", ("class", "images", "top-1 %"), [(name, n, _number(top1)) for name, (top1, n) in rows])
+        rows = [
+            (result.classes[number], count, _number(top1), _mistaken(result, number))
+            for number, (top1, count) in enumerate(result.per_class())
+        ]
+        print_table("", ("class", "images", "top-1 %", "mostly misclassified as"), rows)
+
+
+def _mistaken(result: Result, number: int) -> str:
+    """The class that images of a class are most often misclassified as, and how many are."""
+    if result.confusion is None:
+        return ""
+    wrong = result.confusion[number].clone()
+    wrong[number] = 0
+    count = int(wrong.max())
+    return f"{result.classes[int(wrong.argmax())]} ({count})" if count else ""
 
 
 def _number(percent: float) -> str:

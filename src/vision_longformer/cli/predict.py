@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from .output import print_json, print_line, print_table
+from .output import log_lines, print_json, print_line, print_table
 from .parser import Size
 
 
@@ -16,17 +16,21 @@ def predict(
     *,
     top: int = 5,
     size: Size | None = None,
+    skip_bad_images: bool = False,
     picture: str | None = None,
+    overwrite: bool = False,
     json: bool = False,
 ) -> None:
     """Classify images: print the most likely classes and their probabilities.
 
     Args:
-        checkpoint: a .safetensors file from 'vil train' or 'vil convert', or a file from 'vil export'.
+        checkpoint: a run directory, a .safetensors file from 'vil train' or 'vil convert', or a file from 'vil export'.
         images: image files of any format and size, or folders of them.
         top: number of classes to print.
         size: height and width of the input image, as 480x640, or one number for a square; as in training by default.
+        skip_bad_images: skip images that cannot be read, and say so, instead of stopping.
         picture: a folder to write each image to as NAME.png, with its classes beside it.
+        overwrite: replace pictures that exist.
         json: print JSON.
     """
     from ..classification.pictures import draw_prediction
@@ -34,8 +38,10 @@ def predict(
     from ..data.images import decode_image, image_files
 
     files = image_files(images)
-    pictures = [] if picture is None else picture_paths(files, Path(picture))
-    predictions = predict_files(checkpoint, files, top=top, size=size)
+    paths = [] if picture is None else picture_paths(files, Path(picture), overwrite)
+    pictures = dict(zip(map(str, files), paths, strict=False))
+    with log_lines():
+        predictions = predict_files(checkpoint, files, top=top, size=size, skip_bad_images=skip_bad_images)
     if json:
         print_json([asdict(prediction) for prediction in predictions])
     else:
@@ -43,19 +49,20 @@ def predict(
             shares = (f"{100 * probability:.2f}" for probability in prediction.probabilities)
             print_line(prediction.file)
             print_table("", ("class", "%"), zip(prediction.labels, shares, strict=True))
-    for prediction, path in zip(predictions, pictures, strict=False):
-        draw_prediction(decode_image(prediction.file), prediction, path)
+    for prediction in predictions if pictures else []:
+        path = pictures[prediction.file]
+        draw_prediction(decode_image(prediction.file), prediction, path, overwrite=overwrite)
         if not json:
             print_line(f"wrote {path}")
 
 
-def picture_paths(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Where the pictures of ``files`` go, after a check that none of them exists and no two are the same."""
+def picture_paths(files: Sequence[Path], folder: Path, overwrite: bool = False) -> list[Path]:
+    """Where the pictures of ``files`` go, after a check that no two are the same and, unless so asked, none exists."""
     from ..classification.pictures import check_picture
 
     sources: dict[Path, Path] = {}
     for file in files:
-        path = check_picture(folder / f"{file.stem}.png")
+        path = check_picture(folder / f"{file.stem}.png", overwrite=overwrite)
         if path in sources:
             raise ValueError(f"{sources[path]} and {file} would both become {path}; predict them into two folders")
         sources[path] = file

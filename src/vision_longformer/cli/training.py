@@ -112,7 +112,9 @@ class TrainingProgress(Callback):
         self._bar.start()
         self._training = self._bar.add_task("training", total=total, completed=step, values="")
         self._evaluating = self._bar.add_task("evaluating", total=None, visible=False, values="")
-        if step:
+        if step == total:
+            self._console.print(f"finished before, after step {step}; --epochs N trains it further, to N epochs in all")
+        elif step:
             self._console.print(f"resuming from step {step} of {total}")
 
     def on_step(self, step: int) -> None:

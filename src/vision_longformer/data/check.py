@@ -116,7 +116,8 @@ class _Look:
         try:
             image, _ = self._source.read(index)
         except UNREADABLE as error:
-            return Looked(None, "", first_line(error))
+            text = first_line(error)
+            return Looked(None, "", text[max(0, text.find("cannot be read")) :])
         return Looked(image.size, hashlib.blake2b(image.tobytes(), digest_size=16).hexdigest(), "")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 """Files that folders, archives and shards are searched for; of an animation, the first frame counts."""
@@ -51,6 +51,8 @@ def decode_image(file: str | Path | BinaryIO | bytes, name: str | None = None) -
         raise
     except Image.DecompressionBombError as error:
         raise ImageError(f"{name} is refused as a decompression bomb: {error}") from error
+    except UnidentifiedImageError as error:
+        raise ImageError(f"{name} cannot be read as an image: it is of no known format") from error
     except Exception as error:  # decoders of damaged files raise nearly anything
         raise ImageError(f"{name} cannot be read as an image: {error or type(error).__name__}") from error
 

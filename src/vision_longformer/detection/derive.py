@@ -60,7 +60,7 @@ def derive(values: Mapping[str, Any]) -> dict[str, Any]:
     small = machine is CPU and "init" not in given and "model" not in given
     return {
         "detector": detector,
-        "detector_options": _detector_options(statistics, detector, machine, small),
+        "detector_options": _detector_options(statistics, detector, _image_side(given, statistics, machine), small),
         **_backbone(given, small),
         "batch_size": batch_size,
         "epochs": epochs,
@@ -75,10 +75,15 @@ def derive(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _detector_options(statistics: ObjectStatistics, detector: str, machine: Machine, small: bool) -> dict[str, Any]:
-    """Image size and anchors that suit the objects, and small heads on a small backbone."""
+def _image_side(given: Mapping[str, Any], statistics: ObjectStatistics, machine: Machine) -> int:
+    """As given, or as suits the objects."""
+    sides = given.get("detector_options", {}).get("min_size") or statistics.image_side(machine.image_side)
+    return max(sides) if isinstance(sides, (list, tuple)) else int(sides)
+
+
+def _detector_options(statistics: ObjectStatistics, detector: str, side: int, small: bool) -> dict[str, Any]:
+    """Image size, anchors that suit the objects, and small heads on a small backbone."""
     assert detector in DETECTORS
-    side = statistics.image_side(machine.image_side)
     options: dict[str, Any] = {"min_size": [side], "max_size": side, "anchor_scale": statistics.anchor_scale(side)}
     options["levels"] = [2, 3, 4]
     if small:

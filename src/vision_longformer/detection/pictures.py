@@ -31,6 +31,9 @@ COLOURS = (
 DRAWN = 900
 """Pixels of the longer side to which smaller images are enlarged, so that names can be read."""
 
+MAX_TAGS = 50
+"""Detections with name and score, the best ones; of more, the rest have a box only."""
+
 TEXT_COLOUR, NOTHING_COLOUR = "#1c2733", "#b3261e"
 
 OPACITY = 0.42
@@ -57,7 +60,7 @@ def draw_detections(image: Image.Image, detections: Sequence[Detection], names: 
         draw.rectangle(box, outline=_colour(detection.label), width=line)
     font = _font(max(13, round(max(size) / 68)))
     taken: list[Area] = []
-    for detection in detections:
+    for detection in detections[:MAX_TAGS]:
         _tag(draw, detection, names[detection.label - 1], scale, font, taken)
     return canvas
 

@@ -155,7 +155,8 @@ def curves(records: Sequence[dict[str, Any]], results: Sequence[str]) -> Figure:
     for name in results:
         measured = [(step, values[name]) for step, values in evaluated if values.get(name) is not None]
         if measured:
-            label = f"{name.replace('_', ' ')}: {measured[-1][1]:.1f}"
+            best, last = max(value for _, value in measured), measured[-1][1]
+            label = f"{name.replace('_', ' ')}: best {best:.1f}, last {last:.1f}"
             scores.plot(*zip(*measured, strict=True), marker="o", markersize=4, label=label)
     scores.set_title("evaluation, %", loc="left", fontsize=11)
     if scores.lines:

@@ -149,9 +149,13 @@ class TrainingLoop:
         if self.average is not None:
             self.average.update(self.counters.step)
         self.callback.on_step(self.counters.step)
-        ends_epoch = step_of_epoch + 1 == self.steps_per_epoch
-        if self.counters.step % settings.log_every == 0 or ends_epoch or self.counters.step == self.total:
+        if self._log_is_due(step_of_epoch + 1) or self.counters.step == self.total:
             self._log(epoch)
+
+    def _log_is_due(self, done: int) -> bool:
+        """At the end of an epoch, of which ``done`` steps are done, and within it unless the end is near."""
+        left, every = self.steps_per_epoch - done, self.settings.log_every
+        return left == 0 or (done % every == 0 and left >= every // 2)
 
     def _backward(self, batch: Any, micro_batch_index: int, *, last: bool) -> None:
         with nullcontext() if last else without_sync(self.accelerator, self.model):

@@ -203,14 +203,17 @@ Derive = Callable[[Mapping[str, Any]], dict[str, Any]]
 def resolve(recipe_type: type[R], recipe: str | BackboneSettings, derive: Derive | None = None, **changes: Any) -> R:
     """The settings of a recipe, given by name, as a .yaml file or as settings, with some of them changed.
 
-    A recipe with ``auto`` leaves settings open, which ``derive`` then fills in.
+    A recipe with ``auto`` leaves settings open, and fields of settings such as ``detector_options``, which ``derive``
+    then fills in.
     """
     if isinstance(recipe, recipe_type):
         return replace(recipe, **override({}, changes))
     name = str(recipe)
     values = override(load_recipe(recipe_type, name), changes)
     if derive is not None and values.get("auto"):
-        values = override(derive(values), values)
+        derived = derive(values)
+        given = {key: {**derived.get(key, {}), **value} for key, value in values.items() if isinstance(value, dict)}
+        values = override(derived, {**values, **given})
     return build(recipe_type, values, f"recipe {name}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from .loop import BackboneSchedule, TrainingLoop, total_steps
 from .recipe import BackboneSettings, resolve, to_yaml
 from .run_directory import RECIPE, RunDirectory, next_free
 from .task import TrainingTask
+
+logger = logging.getLogger(__name__)
 
 
 class TrainedRun(NamedTuple):
@@ -54,6 +57,8 @@ def train(
     path = Path(broadcast_from_main(accelerator, str(output or next_free(Path("runs"), name))))
     if accelerator.is_main_process:
         run = RunDirectory.create(path, to_yaml(settings), task.files())
+        if callback is not None:
+            callback.on_summary({**task.summary(), **_machine(accelerator), "run directory": str(path)})
     else:
         run = RunDirectory(path)
     return _fit(task, settings, run, accelerator, callback)
@@ -64,8 +69,7 @@ def resume(
 ) -> TrainedRun:
     """Resume an interrupted run from its last checkpoint; it ends as if it had not been interrupted.
 
-    With ``epochs``, a finished run is trained further, to that many epochs in all; its learning rate warms up and decays
-    anew.
+    With ``epochs``, a finished run is trained further, to that many epochs in all; its schedule starts anew.
     """
     directory = RunDirectory.reopen(Path(run))
     settings = resolve(task_type.recipe_type, str(directory.path / RECIPE))
@@ -78,6 +82,7 @@ def resume(
         accelerator.wait_for_everyone()  # until all have read where the last phase ended
         if accelerator.is_main_process:
             directory.write_recipe(to_yaml(settings))
+            logger.info("a new phase, up to %d epochs: the learning rate warms up and decays anew", epochs)
     return _fit(task, settings, directory, accelerator, callback)
 
 
@@ -111,8 +116,6 @@ def _fit(
         task.model.compile()
     callbacks: list[Callback] = []
     if accelerator.is_main_process:
-        if callback is not None:
-            callback.on_summary({**task.summary(), **_machine(accelerator), "run directory": str(run.path)})
         callbacks = [callback or Callback(), Pictures(run, task.curves, task.draw)]
         if TensorBoard.installed():
             callbacks.append(TensorBoard(run.path / "tensorboard"))

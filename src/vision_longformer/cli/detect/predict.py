@@ -21,6 +21,7 @@ def detect_predict(
     output: str | None = None,
     tile: int | None = None,
     data: str | None = None,
+    overwrite: bool = False,
     json: bool = False,
 ) -> None:
     """Detect objects in images: print categories, scores and boxes, and draw pictures of them.
@@ -35,6 +36,7 @@ def detect_predict(
         tile: side in pixels of the overlapping tiles in which to look at large images; whole images by default.
         data: the data set in COCO's format that the images are of, for its image ids in the JSON; they are counted
             from 1 by default.
+        overwrite: replace pictures that exist.
         json: print JSON in COCO's results format, with file and category added; boxes are [left, top, width, height].
     """
     import torch
@@ -47,7 +49,7 @@ def detect_predict(
 
     files = image_files(images)
     ids = _image_ids(files, data)
-    pictures = [None] * len(files) if output is None else picture_paths(files, Path(output))
+    pictures = [None] * len(files) if output is None else picture_paths(files, Path(output), overwrite)
     detector = open_detector(checkpoint)
     model = detector.model.to("cuda" if torch.cuda.is_available() else "cpu")
     names = [category.name for category in detector.categories]
@@ -56,13 +58,13 @@ def detect_predict(
     for number, prediction, path in zip(ids, predictions, pictures, strict=True):
         image = prediction.image
         if path is not None:
-            save_image(draw_detections(image, prediction.detections, names), path)
+            save_image(draw_detections(image, prediction.detections, names), path, overwrite=overwrite)
         if json:
             for one in prediction.detections:
                 result = coco_result(one, number, detector.categories, (image.height, image.width))
                 results.append({"file": prediction.file, "category": names[one.label - 1], **result})
         else:
-            _print_objects(prediction, names, path)
+            _print_objects(prediction, names, path, threshold)
     if json:
         print_json(results)
 
@@ -80,8 +82,9 @@ def _image_ids(files: Sequence[Path], data: str | None) -> list[int]:
     return [ids[file.resolve()] for file in files]
 
 
-def _print_objects(prediction: Prediction, names: Sequence[str], picture: Path | None) -> None:
-    print_line(f"{prediction.file}: {len(prediction.detections) or 'nothing'} found")
+def _print_objects(prediction: Prediction, names: Sequence[str], picture: Path | None, threshold: float) -> None:
+    found = f"{len(prediction.detections) or 'nothing'} found with a score of {threshold:g} or more"
+    print_line(f"{prediction.file}: {found}{'' if prediction.detections else '; --threshold lowers it'}")
     if prediction.detections:
         rows = [
             (names[one.label - 1], f"{100 * one.score:.1f}", *(f"{value:.0f}" for value in one.box))

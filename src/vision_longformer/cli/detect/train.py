@@ -54,7 +54,8 @@ def _print_end(trained: TrainedRun) -> None:
     print_line(f"best: {_metrics(trained.best)}; {trained.checkpoint}")
     print_line(f"last: {_metrics(trained.last)}; {trained.run / 'last.safetensors'}")
     print_line(f"look at {' and '.join(map(str, trained.pictures))}")
-    print_line(f"next: vil detect predict {trained.run} IMAGE --output FOLDER, or vil detect evaluate {trained.run}")
+    print_line(f"next: vil detect predict {trained.run} IMAGE --threshold 0.3 --output FOLDER")
+    print_line(f"or:   vil detect evaluate {trained.run} --per-category")
 
 
 def _metrics(results: Mapping[str, float]) -> str:
