@@ -233,3 +233,9 @@ def test_where_other_tools_put_annotations(file: str, images: str, tmp_path: Pat
         one["name"] for one in sorted(COCO_CATEGORIES, key=lambda one: one["id"])
     ]
     assert isinstance(data.read(0)[0], Image.Image)
+
+
+def test_a_detector_elsewhere_is_evaluated_on_what_is_given(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not in a run directory, which would name its data; give --data DATA"):
+        eval_images(tmp_path / "detector.onnx", None, None)
+    assert eval_images(tmp_path / "detector.onnx", "trees", None) == ("trees", "validation", None)

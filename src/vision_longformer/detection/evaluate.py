@@ -30,7 +30,6 @@ from ..geometry import ceil_div
 from ..training.distributed import autocast
 from ..training.recipe import PRECISIONS, resolve
 from ..training.run_directory import RECIPE
-from . import garments
 from .checkpoint import Detector
 from .dataset import DetectionData, EvalSet, Subset, open_detection
 from .detections import Category, Target, coco_annotations, coco_result, detections_from_output
@@ -87,7 +86,7 @@ def evaluate(
     Args:
         checkpoint: a run directory, a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
         data: a folder in COCO's format, or the built-in garments; by default what the checkpoint's run was evaluated
-            on, garments for a checkpoint that lies in no run directory.
+            on.
         split: which part of it; by default the run's, images that it held out included, or validation.
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.
@@ -115,11 +114,13 @@ def eval_images(checkpoint: str | Path, data: str | None, split: str | None) -> 
     What is not given is as in the run whose directory the checkpoint lies in.
     """
     run = resolve_checkpoint(checkpoint).parent
-    if split is not None or not (run / RECIPE).is_file():
-        return data or garments.NAME, split or "validation", None
+    if not (run / RECIPE).is_file():
+        if data is None:
+            raise ValueError(f"{checkpoint} is not in a run directory, which would name its data; give --data DATA")
+        return data, split or "validation", None
     recipe = resolve(DetectionRecipe, str(run / RECIPE))
-    if data is not None and Path(data).absolute() != Path(recipe.data).absolute():
-        return data, "validation", None
+    if split is not None or (data is not None and Path(data).absolute() != Path(recipe.data).absolute()):
+        return data or recipe.data, split or "validation", None
     held_out = Split.read(run)
     if held_out is not None:
         return recipe.data, recipe.train_split, held_out.evaluation

@@ -33,7 +33,7 @@ def detect_evaluate(
     Args:
         checkpoint: a run directory, a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
         data: a folder in COCO's format, or the built-in garments (a synthetic composition of real images); by default
-            what the checkpoint's run was evaluated on, else garments.
+            what the checkpoint's run was evaluated on.
         split: name of the split; the run's by default, with the images that it held out, else validation.
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.
