@@ -232,13 +232,13 @@ def test_bad_images_are_skipped_in_both_sets_if_asked(tmp_path: Path, caplog: py
     assert task.train_set.skipped >= 1
     results = task.evaluate(lambda done, total: None)
     assert (results["skipped"], results["skipped_in_training"]) == (1, 1)
-    assert "skipped 1 unreadable image in training; 'vil check' lists them" in caplog.text
-    assert "skipped 1 unreadable image in the evaluation" in caplog.text
+    assert "unreadable images were skipped once in training; 'vil check' lists them" in caplog.text
+    assert "unreadable images were skipped once in the evaluation" in caplog.text
     task.evaluate(lambda done, total: None)
     assert caplog.text.count("in training") == 1
     assert task.result is not None
     assert (task.result.samples, task.result.skipped) == (5, 1)
-    with pytest.raises(ImageError, match=r"val/dog/01\.png .*; 'vil check' lists all such files, and --skip"):
+    with pytest.raises(ImageError, match=r"val/dog/01\.png .*; 'vil check' lists all such files: remove them"):
         task_of(folder).evaluate(lambda done, total: None)
 
 

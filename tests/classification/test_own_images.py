@@ -215,10 +215,15 @@ def test_weights_of_a_run_bring_its_split(run: tuple[Path, str], colours: Path, 
     same = open_splits(ClassificationRecipe(data=str(colours), batch_size=2, init=str(run[0]), seed=5))
     assert same.split is not None
     assert list(same.split.evaluation) == held
-    other = write_colours(tmp_path / "other", 20)
-    elsewhere = open_splits(ClassificationRecipe(data=str(other), batch_size=2, init=str(run[0]), seed=5)).split
-    assert elsewhere is not None
-    assert list(elsewhere.evaluation) != held
+    assert same.how == "held out as by the run that it starts from"
+    copy = write_colours(tmp_path / "copy", 25)  # with five more of each
+    moved = open_splits(ClassificationRecipe(data=str(copy), batch_size=2, init=str(run[0]), seed=5))
+    assert moved.split is not None
+    assert list(moved.split.evaluation) == held
+    assert len(moved.split.train) == 75 - 9
+    few = write_colours(tmp_path / "few", 5)
+    other = open_splits(ClassificationRecipe(data=str(few), batch_size=2, init=str(run[0]), seed=5))
+    assert other.how == "held out from the training images"
 
 
 def test_what_a_checkpoint_elsewhere_is_evaluated_on(run: tuple[Path, str], tmp_path: Path) -> None:

@@ -80,11 +80,15 @@ def open_images(
 
 
 class Splits(NamedTuple):
-    """Images to train on and to evaluate on; ``split`` names them if they were held out from one set."""
+    """Images to train on and to evaluate on; ``split`` names them if they were held out from one set.
+
+    ``how`` says in words which were held out.
+    """
 
     train: Source | ShardSource
     evaluation: Source | ShardSource
     split: Split | None
+    how: str = ""
 
 
 def open_splits(recipe: ClassificationRecipe, run: Path | None = None) -> Splits:
@@ -102,21 +106,34 @@ def open_splits(recipe: ClassificationRecipe, run: Path | None = None) -> Splits
                 raise
     if isinstance(train, ShardSource) or not len(train.labels):
         raise ValueError(f"eval_fraction cannot hold out images of {recipe.data}, which does not list its labels")
+    how = "held out as before"
     if split is None:
-        split = _inherited_split(recipe, train.names)
+        split, how = _inherited_split(recipe, train), "held out as by the run that it starts from"
     if split is None:
         split = hold_out(train.names, list(train.labels), recipe.eval_fraction or EVAL_FRACTION, recipe.seed)
-    return Splits(subset(train, split.train, recipe.data), subset(train, split.evaluation, recipe.data), split)
+        how = "held out from the training images"
+    return Splits(subset(train, split.train, recipe.data), subset(train, split.evaluation, recipe.data), split, how)
 
 
-def _inherited_split(recipe: ClassificationRecipe, names: Sequence[str]) -> Split | None:
-    """That of the run whose weights this one starts from, if on the same data: they have seen its training images."""
+def _inherited_split(recipe: ClassificationRecipe, train: Source) -> Split | None:
+    """That of the run whose weights this one starts from, if on the same images: they have seen its training images.
+
+    A copy of a folder, with images added or removed, has the same images by their names.
+    """
     run = None if recipe.init is None else find_run(recipe.init)
     split = Split.read(run)
-    if split is None or not _same(recipe.data, resolve(ClassificationRecipe, str(run / RECIPE)).data):  # type: ignore[operator]
+    if run is None or split is None:
         return None
-    held = set(split.evaluation)
-    return Split(tuple(name for name in names if name not in held), tuple(name for name in names if name in held))
+    names, held = set(train.names), set(split.evaluation)
+    if isinstance(train, ArraySource):  # whose images have no names of their own
+        same = _same(recipe.data, resolve(ClassificationRecipe, str(run / RECIPE)).data)
+    else:
+        same = 2 * len(names & {*split.train, *held}) >= len(split.train) + len(held)
+    if not same or not names & held:
+        return None
+    return Split(
+        tuple(name for name in train.names if name not in held), tuple(name for name in train.names if name in held)
+    )
 
 
 def build_train_set(
@@ -268,7 +285,7 @@ def _order(source: Source, recipe: ClassificationRecipe, epoch: int) -> Tensor:
 
 
 def _with_remedy(error: Exception) -> Exception:
-    return type(error)(f"{error}; 'vil check' lists all such files, and --skip-bad-images skips them")
+    return type(error)(f"{error}; 'vil check' lists all such files: remove them, or start with --skip-bad-images")
 
 
 class IndexedEvalSet:

@@ -96,7 +96,7 @@ LISTED_CLASSES = 12
 def run_summary(recipe: ClassificationRecipe, splits: Splits, starts_from: str) -> dict[str, str]:
     """The start banner's rows: images per split and class, size, model, starting weights, steps, expected time."""
     plan = estimate(recipe, splits)
-    held_out = "" if splits.split is None else ", held out from the training images (split.json)"
+    held_out = f", {splits.how} (split.json)" if splits.how else ""
     config = recipe.model_config(len(splits.train.classes))
     epochs = "epoch" if plan.epochs == 1 else "epochs"
     rows = {

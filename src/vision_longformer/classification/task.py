@@ -90,8 +90,8 @@ class ClassificationTask(TrainingTask):
 
     def _report_skipped(self, count: int, where: str) -> None:
         if count:
-            images = "image" if count == 1 else "images"
-            logger.warning("skipped %d unreadable %s %s; 'vil check' lists them", count, images, where)
+            times = "once" if count == 1 else f"{count} times"
+            logger.warning("unreadable images were skipped %s %s; 'vil check' lists them", times, where)
 
     def loss(
         self, model: nn.Module, batch: tuple[Tensor, Tensor], micro_batch_index: int

@@ -62,7 +62,9 @@ def picture_paths(files: Sequence[Path], folder: Path, overwrite: bool = False) 
 
     sources: dict[Path, Path] = {}
     for file in files:
-        path = check_picture(folder / f"{file.stem}.png", overwrite=overwrite)
+        path = check_picture(folder / f"{file.stem}.png", overwrite=True)
+        if path.exists() and not overwrite:
+            raise FileExistsError(f"{path} exists; choose another folder, or replace pictures with --overwrite")
         if path in sources:
             raise ValueError(f"{sources[path]} and {file} would both become {path}; predict them into two folders")
         sources[path] = file

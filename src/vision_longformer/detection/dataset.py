@@ -21,11 +21,12 @@ from torch import Tensor
 from ..data.loading import UNREADABLE, BatchLoader, DataError
 from ..data.order import SINGLE_PROCESS, Batching, MicroBatch, Process, epoch_order
 from ..data.randomness import derive_seed
-from ..data.split import Split, hold_out
+from ..data.split import EVAL_FRACTION, Split, hold_out
 from . import garments
 from .augment import Augmentation
 from .coco import CocoData, split_file
 from .detections import Category, Target
+from .recipe import DetectionRecipe
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,24 @@ def hold_out_images(data: DetectionData, fraction: float, seed: int) -> Split:
     frequency = Counter(label for one in labels for label in set(one))
     rarest = [min(one, key=lambda label: (frequency[label], label)) if one else 0 for one in labels]
     return hold_out(data.names, rarest, fraction, seed)
+
+
+def open_splits(recipe: DetectionRecipe, run: Path | None = None) -> tuple[DetectionData, DetectionData, Split | None]:
+    """The training and the evaluation images, which have the same categories, and the split if the run made one."""
+    masks = recipe.detector == "mask_rcnn"
+    train_data = open_detection(recipe.data, recipe.train_split, masks=masks, skip_bad=recipe.skip_bad)
+    if masks and not train_data.has_masks:
+        raise ValueError(f"{recipe.data} has boxes but no masks, which mask_rcnn learns from; use --detector retinanet")
+    if recipe.eval_fraction is not None or not has_split(recipe.data, recipe.eval_split):
+        fraction = EVAL_FRACTION if recipe.eval_fraction is None else recipe.eval_fraction
+        split = Split.read(run) or hold_out_images(train_data, fraction, recipe.seed)
+        return Subset(train_data, split.train), Subset(train_data, split.evaluation), split
+    eval_data = open_detection(recipe.data, recipe.eval_split, masks=masks, skip_bad=recipe.skip_bad)
+    if train_data.categories != eval_data.categories:
+        raise ValueError(
+            f"the categories of {recipe.train_split} and {recipe.eval_split} in {recipe.data} differ; use one list"
+        )
+    return train_data, eval_data, None
 
 
 class TrainSet:

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import os
 from copy import deepcopy
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..geometry import ceil_div
 from ..training.estimate import Estimate, Trial, scale_up, trial_step
-from .dataset import has_split, open_detection
+from .dataset import TrainSet, open_splits
 from .detectors import build_detector
 from .recipe import DetectionRecipe
 from .statistics import ObjectStatistics, object_statistics
 
-COCO_IMAGES, COCO_CATEGORIES, COCO_SIZE, COCO_OBJECTS = 117_266, 80, (640, 480), 7
+COCO_IMAGES, COCO_EVALUATED, COCO_CATEGORIES, COCO_SIZE, COCO_OBJECTS = 117_266, 5000, 80, (640, 480), 7
 """What is assumed where the data is not here: COCO's training images with objects, and one of them."""
 
 
 def estimate(recipe: DetectionRecipe) -> Estimate:
     """Measure a step on one image and scale it up. Data that is not there is taken to be COCO."""
     try:
-        data = open_detection(recipe.data, recipe.train_split, masks=False, skip_bad=recipe.skip_bad)
-        statistics, images = object_statistics(data), len(data.with_objects())
-        categories, known = len(data.categories), ""
+        train, evaluation, _ = open_splits(recipe)
+        statistics, images, evaluated = object_statistics(train), len(train), len(evaluation)
+        categories, known = len(train.categories), ""
+        train_set = TrainSet(train, seed=recipe.seed, batch_size=recipe.batch_size, accumulate=recipe.accumulate)
+        batches = train_set.batches_per_epoch
     except FileNotFoundError:
-        statistics, images, categories = _coco_statistics(), COCO_IMAGES, COCO_CATEGORIES
-        known = " (assumed; the data were not found)"
+        statistics, images, evaluated, categories = _coco_statistics(), COCO_IMAGES, COCO_EVALUATED, COCO_CATEGORIES
+        known, batches = " (assumed; the data were not found)", images // recipe.batch_size * recipe.accumulate
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_detector(recipe.detector_config(categories).without_pretrained())
-    batches = max(1, images // recipe.batch_size) * recipe.accumulate
     words = f"{images:,} images of {categories:,} categories{known}"
     trial = trial_of_detector(model, statistics, device)
-    return scale_up(recipe, model, words, batches, _eval_images(recipe, images), trial)
+    return scale_up(recipe, model, words, batches, evaluated, trial)
 
 
 def trial_of_detector(model: nn.Module, statistics: ObjectStatistics, device: torch.device) -> Trial:
@@ -62,10 +61,3 @@ def _coco_statistics() -> ObjectStatistics:
     sides = np.full(COCO_OBJECTS, 0.15)
     sizes, per_image = np.array([COCO_SIZE], dtype=float), np.array([COCO_OBJECTS])
     return ObjectStatistics({}, sizes, per_image, sides, np.ones(COCO_OBJECTS))
-
-
-def _eval_images(recipe: DetectionRecipe, training_images: int) -> int:
-    """Images of an evaluation; where the data has no such split, as many as are held out."""
-    if recipe.eval_fraction is None and os.path.exists(recipe.data) and has_split(recipe.data, recipe.eval_split):
-        return len(open_detection(recipe.data, recipe.eval_split, masks=False, skip_bad=True))
-    return ceil_div(training_images, 7)

@@ -31,6 +31,7 @@ class ObjectStatistics(NamedTuple):
     - ``counts``: objects by category's name and number of images with them, in the order of the categories.
     - ``image_sizes``: (n, 2) widths and heights; ``per_image``: (n,) objects; ``sides``: (objects,) geometric means of
       width and height, relative to the longer side of their image; ``ratios``: heights to widths.
+    - ``empty``: images without objects, which the others leave out.
     """
 
     counts: dict[str, int]
@@ -38,6 +39,7 @@ class ObjectStatistics(NamedTuple):
     per_image: np.ndarray
     sides: np.ndarray
     ratios: np.ndarray
+    empty: int = 0
 
     @property
     def longer_side(self) -> int:
@@ -64,16 +66,21 @@ class ObjectStatistics(NamedTuple):
         """For people: what there is, by name."""
         widths, heights = self.image_sizes.T
         sides = ", ".join(f"{100 * value:.1f}" for value in np.quantile(self.sides, QUANTILES))
+        empty = f"; {self.empty} image{'s have' if self.empty > 1 else ' has'} none" if self.empty else ""
         return {
             "image sizes": f"{_range(widths)} × {_range(heights)} pixels",
-            "objects in an image": f"{_range(self.per_image)}, median {np.median(self.per_image):g}",
+            "objects in an image": f"{_range(self.per_image)}, median {np.median(self.per_image):g}{empty}",
             "sides of objects": f"{sides} % of the image's longer side (5, 25, 50, 75, 95 % of objects are smaller)",
             "height to width": f"median {np.median(self.ratios):.2f}",
         }
 
 
 def _range(values: np.ndarray) -> str:
-    low, high = int(values.min()), int(values.max())
+    return span(int(values.min()), int(values.max()))
+
+
+def span(low: int, high: int) -> str:
+    """``320 to 384``, or ``384`` where both are the same."""
     return str(low) if low == high else f"{low} to {high}"
 
 
@@ -93,4 +100,5 @@ def object_statistics(data: DetectionData) -> ObjectStatistics:
         per_image=per_image,
         sides=np.sqrt(widths * heights) / np.repeat(sizes.max(1), per_image),
         ratios=heights / widths,
+        empty=len(data) - len(indices),
     )

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from ..data.loading import Progress
 from ..data.order import Process
 from ..data.randomness import derive_seed, seeded
-from ..data.split import EVAL_FRACTION, SPLIT_FILE, Split
+from ..data.split import SPLIT_FILE
 from ..training import run
 from ..training.callbacks import Callback, duration
 from ..training.estimate import scale_up
@@ -23,7 +23,7 @@ from ..training.run import TrainedRun
 from ..training.task import TrainingTask
 from .augment import Augmentation
 from .checkpoint import freeze_stages, load_backbone, save_detector
-from .dataset import Batch, DetectionData, EvalSet, Subset, TrainSet, has_split, hold_out_images, open_detection
+from .dataset import Batch, EvalSet, TrainSet, open_splits
 from .derive import derive
 from .detections import annotated_objects
 from .detectors import build_detector
@@ -33,7 +33,7 @@ from .export import open_detector
 from .pictures import draw_pair, page, save_image
 from .predict import predict_image
 from .recipe import DetectionRecipe
-from .statistics import object_statistics
+from .statistics import object_statistics, span
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class DetectionTask(TrainingTask):
     def __init__(self, recipe: DetectionRecipe, accelerator: Accelerator, run: Path | None = None) -> None:
         self.recipe, self.accelerator = recipe, accelerator
         process = Process(accelerator.process_index, accelerator.num_processes)
-        train_data, eval_data, self._split = _open_data(recipe, run)
+        train_data, eval_data, self._split = open_splits(recipe, run)
         self.train_set = TrainSet(
             train_data,
             seed=recipe.seed,
@@ -97,6 +97,7 @@ class DetectionTask(TrainingTask):
         held_out = "held out of the training images" if self._split else recipe.eval_split
         trial = trial_of_detector(self.model, statistics, self.accelerator.device)
         plan = scale_up(recipe, self.model, "", self.batches_per_epoch, len(self._eval_data), trial)
+        frozen = f", the first {recipe.freeze} stages as they are" if recipe.freeze else ""
         parameters = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         return {
             "data": recipe.data,
@@ -104,10 +105,10 @@ class DetectionTask(TrainingTask):
             "evaluation": f"{len(self._eval_data)} images ({held_out})",
             "categories": counts + (f" and {more} more" if more > 0 else ""),
             **statistics.rows(),
-            "detector": f"{recipe.detector}, images of {config.min_sizes[-1]} to {config.max_size} pixels",
+            "detector": f"{recipe.detector}, images of {span(config.min_sizes[-1], config.max_size)} pixels",
             "anchors": f"from {config.cells * 4 * 2 ** (config.stages[0] - 1):g} pixels",
             "model": f"{recipe.model}, {parameters:.1f} million parameters",
-            "starts from": recipe.init or "random weights",
+            "starts from": (recipe.init or "random weights") + frozen,
             "schedule": f"{plan.epochs:g} epochs, {plan.steps:,} steps of {recipe.batch_size} images",
             "expected": f"about {duration(plan.seconds)}",
         }
@@ -159,24 +160,6 @@ class DetectionTask(TrainingTask):
     @staticmethod
     def redraws_features(step: int, epoch: int, step_of_epoch: int) -> bool:
         return step > 0 and step % REDRAW_STEPS == 0
-
-
-def _open_data(recipe: DetectionRecipe, run: Path | None) -> tuple[DetectionData, DetectionData, Split | None]:
-    """The training and the evaluation images, which have the same categories, and the split if the run made one."""
-    masks = recipe.detector == "mask_rcnn"
-    train_data = open_detection(recipe.data, recipe.train_split, masks=masks, skip_bad=recipe.skip_bad)
-    if masks and not train_data.has_masks:
-        raise ValueError(f"{recipe.data} has boxes but no masks, which mask_rcnn learns from; use --detector retinanet")
-    if recipe.eval_fraction is not None or not has_split(recipe.data, recipe.eval_split):
-        fraction = EVAL_FRACTION if recipe.eval_fraction is None else recipe.eval_fraction
-        split = Split.read(run) or hold_out_images(train_data, fraction, recipe.seed)
-        return Subset(train_data, split.train), Subset(train_data, split.evaluation), split
-    eval_data = open_detection(recipe.data, recipe.eval_split, masks=masks, skip_bad=recipe.skip_bad)
-    if train_data.categories != eval_data.categories:
-        raise ValueError(
-            f"the categories of {recipe.train_split} and {recipe.eval_split} in {recipe.data} differ; use one list"
-        )
-    return train_data, eval_data, None
 
 
 def train(

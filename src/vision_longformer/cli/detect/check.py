@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,10 +67,13 @@ def _statistics(data: str, report: CheckReport) -> dict[str, str]:
     from ...detection.coco import CocoData
     from ...detection.statistics import object_statistics
 
+    logging.disable(logging.WARNING)  # of what is skipped: the report has it
     try:
         source = CocoData(Path(data), report.split, masks=False, skip_bad=True)
     except ValueError:
         return {}
+    finally:
+        logging.disable(logging.NOTSET)
     if not source.with_objects():
         return {}
     statistics = object_statistics(source)
