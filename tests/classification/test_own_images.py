@@ -93,6 +93,8 @@ def test_what_is_given_decides_the_rest(colours: Path, tmp_path: Path) -> None:
     assert derived(colours, init=None)["lr"] == 1e-3
     assert derived(colours, model="vision_longformer_micro").get("init") is None
     assert derived(colours, epochs=10)["warmup"] == 1
+    assert derived(colours, model="vision_longformer_small")["image_size"] is None  # the model's own
+    assert derived(colours, model="vision_longformer_tiny")["image_size"] == 96
     config = model_config("vision_longformer_tiny").override(img_size=(96, 64), num_classes=5)
     preprocessing = {"mean": [0.1] * 3, "std": [0.2] * 3, "crop_pct": 0.8}
     path = save(VisionLongformer(config), tmp_path / "tiny.safetensors", info={"preprocessing": preprocessing})
@@ -112,7 +114,7 @@ def test_processes_share_a_batch(colours: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_gpu_and_many_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mocked; 5,001 small images for training."""
+    """Mocked; 51 images for training, of which 50 are few."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr("vision_longformer.classification.own_images.FEW_IMAGES", 50)
@@ -190,6 +192,10 @@ def test_the_split_is_remembered_and_evaluated(run: tuple[Path, str], colours: P
     best = max(line["evaluation"]["top1"] for line in recorded if "evaluation" in line)
     assert result.top1 == pytest.approx(best)
     assert evaluate(folder, str(colours), "train", workers=0).samples == 51
+    with pytest.raises(ValueError, match="has no split 'test'"):
+        evaluate(folder, split="test", workers=0)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        evaluate("none.safetensors")
     extra = colours / "red" / "new.png"
     Image.new("RGB", (64, 64), "red").save(extra)
     try:

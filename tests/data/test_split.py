@@ -38,6 +38,12 @@ def test_single_images_are_too_few() -> None:
         hold_out(["a", "b", "c"], [0, 1, 2], 0.5, seed=0)
 
 
+def test_what_a_run_calls_its_parts() -> None:
+    split = Split(("a", "b"), ("c",))
+    names = {None: ("c",), "validation": ("c",), "train": ("a", "b"), "training": ("a", "b"), "test": None, "x": None}
+    assert {name: split.part(name, "train", "validation") for name in names} == names
+
+
 def test_a_run_remembers_its_split(tmp_path: Path) -> None:
     assert Split.read(None) is None
     assert Split.read(tmp_path) is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import COCO_CATEGORIES, coco_annotation, coco_content, write_coco, write_garments
+from builders import COCO_CATEGORIES, coco_annotation, coco_content, write_coco, write_detector, write_garments
 from PIL import Image
 
 from vision_longformer import create_model, save
@@ -148,7 +148,8 @@ def test_a_run_remembers_what_it_held_out(own: tuple[Path, Path, dict[str, str]]
     assert list(again._train_data.names) == split["train"]
     assert eval_images(run, None, None) == (str(folder), "train", tuple(split["evaluation"]))
     assert eval_images(run, str(folder), None) == (str(folder), "train", tuple(split["evaluation"]))
-    assert eval_images(run, str(folder), "train") == (str(folder), "train", None)
+    assert eval_images(run, str(folder), "train") == (str(folder), "train", tuple(split["train"]))
+    assert eval_images(run, None, "test") == (str(folder), "test", None)
     assert evaluate(run, workers=0).images == len(split["evaluation"])
 
 
@@ -239,5 +240,7 @@ def test_where_other_tools_put_annotations(file: str, images: str, tmp_path: Pat
 
 def test_a_detector_elsewhere_is_evaluated_on_what_is_given(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not in a run directory, which would name its data; give --data DATA"):
-        eval_images(tmp_path / "detector.onnx", None, None)
+        eval_images(write_detector(tmp_path / "detector.safetensors", ["tree"], num_classes=1), None, None)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        eval_images(tmp_path / "none.safetensors", None, None)
     assert eval_images(tmp_path / "detector.onnx", "trees", None) == ("trees", "validation", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from docs_pages import DOCS, ROOT
 from PIL import Image
 
 from vision_longformer.costs import count_parameters, paper_macs
+from vision_longformer.data.images import IMAGE_EXTENSIONS
 from vision_longformer.models.zoo import model_config
 
 SCRIPTS = ROOT / "scripts"
@@ -79,3 +81,10 @@ def test_counts_of_the_reproduction_page() -> None:
     assert "; {params[truncated]} more parameter counts are equal only if ours are truncated".format(**cost) in page
     more = "{gflops[truncated]} more GFLOPs and {params[truncated]} more parameter count only when truncated"
     assert f"{counts} when rounded, and {more}".format(**detection) in page
+
+
+def test_every_extension_is_documented() -> None:
+    text = (ROOT / "docs/own_images.md").read_text()
+    listed = re.search(r"Files that are read: (.*?), in", text, re.DOTALL)
+    assert listed is not None
+    assert tuple(re.findall(r"`(\.\w+)`", listed[1])) == IMAGE_EXTENSIONS

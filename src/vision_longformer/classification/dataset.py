@@ -15,11 +15,12 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
+from ..checkpoint.native import weights_file
 from ..data.loading import UNREADABLE, Batch, BatchLoader, DataError, LabelledBatch
 from ..data.order import SINGLE_PROCESS, Batching, MicroBatch, Process, epoch_order
 from ..data.randomness import derive_seed, seeded
 from ..data.shards import ShardSource
-from ..data.sources import ArraySource, NoSplitError, Source, open_source, split_names, subset
+from ..data.sources import ArraySource, NoSplitError, Source, open_source, subset
 from ..data.split import EVAL_FRACTION, Split, hold_out
 from ..errors import check_at_least
 from ..training.recipe import resolve
@@ -187,15 +188,16 @@ def find_images(checkpoint: str | Path, data: str | None, split: str | None) -> 
     run = find_run(checkpoint)
     recipe = None if run is None else resolve(ClassificationRecipe, str(run / RECIPE))
     if data is None and recipe is None:
+        weights_file(checkpoint)  # says if there is no such file
         raise ValueError(f"{checkpoint} is not in a run directory, which would name its data; give --data DATA")
     if recipe is None or (data is not None and not _same(data, recipe.data)):
         return EvalImages(str(data), split or "validation")
     divided = Split.read(run)
-    if divided is None:
+    names = divided and divided.part(split, recipe.train_split, recipe.eval_split)
+    if divided is None or names is None:
         return EvalImages(recipe.data, split or recipe.eval_split)
-    if split in split_names(recipe.train_split):
-        return EvalImages(recipe.data, recipe.train_split, divided.train, "the images that the run trained on")
-    return EvalImages(recipe.data, recipe.train_split, divided.evaluation, "the images that the run held out")
+    why = "held out" if names is divided.evaluation else "trained on"
+    return EvalImages(recipe.data, recipe.train_split, names, f"the images that the run {why}")
 
 
 def _same(data: str, other: str) -> bool:

@@ -54,7 +54,7 @@ def derive_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     start = _start(values, count, device)
     return {
         **start,
-        "image_size": start.get("image_size") or _image_size(images, start.get("model", recipe.model)),
+        "image_size": start.get("image_size") or _image_size(images, values.get("model") or start["model"]),
         "batch_size": batch_size,
         "epochs": epochs,
         "warmup": round(0.1 * epochs, 1),

@@ -69,7 +69,7 @@ class ClassificationTask(TrainingTask):
         )
         self.batches_per_epoch = self.train_set.batches_per_epoch
         self.result: Result | None = None
-        self._skipped = 0  # training images, as far as reported
+        self._skipped = 0  # training images of all processes, as far as reported
         self._weights = _class_weights(self.splits.train).to(accelerator.device) if recipe.balance == "loss" else None
         self._mix = _mixing(recipe, len(classes), micro_batch_size)
 
@@ -89,7 +89,7 @@ class ClassificationTask(TrainingTask):
             yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
     def _report_skipped(self, count: int, where: str) -> None:
-        if count:
+        if count and self.accelerator.is_main_process:
             times = "once" if count == 1 else f"{count} times"
             logger.warning("unreadable images were skipped %s %s; 'vil check' lists them", times, where)
 
@@ -109,12 +109,13 @@ class ClassificationTask(TrainingTask):
     def evaluate(self, progress: Progress) -> dict[str, float]:
         device, precision = self.accelerator.device, self.recipe.precision
         self.result = evaluate_model(self.model, self.eval_set, device, precision, progress)
-        self._report_skipped(self.train_set.skipped - self._skipped, "in training")
+        skipped = int(self.accelerator.reduce(torch.tensor(self.train_set.skipped, device=device)))
+        self._report_skipped(skipped - self._skipped, "in training")
         self._report_skipped(self.result.skipped, "in the evaluation")
-        self._skipped = self.train_set.skipped
+        self._skipped = skipped
         results = {**self.result.accuracies, "loss": self.result.loss}
-        skipped = {"skipped": self.result.skipped, "skipped_in_training": self._skipped}
-        return {**results, **skipped} if self.recipe.skip_bad_images else results
+        counts = {"skipped": self.result.skipped, "skipped_in_training": skipped}
+        return {**results, **counts} if self.recipe.skip_bad_images else results
 
     def save(self, path: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .randomness import derive_seed
+from .sources import split_names
 
 SPLIT_FILE = "split.json"
 """Its name in a run directory."""
@@ -31,6 +32,12 @@ class Split(NamedTuple):
             return None
         parts = json.loads((run / SPLIT_FILE).read_text(encoding="utf-8"))
         return cls(tuple(parts["train"]), tuple(parts["evaluation"]))
+
+    def part(self, name: str | None, train_split: str, eval_split: str) -> tuple[str, ...] | None:
+        """What a run calls ``name``: the images it trains on, or those it evaluates on, also by default; else None."""
+        if name is None or name == eval_split:
+            return self.evaluation
+        return self.train if name in split_names(train_split) else None
 
     def to_json(self) -> str:
         return json.dumps(self._asdict(), indent=1, ensure_ascii=False) + "\n"

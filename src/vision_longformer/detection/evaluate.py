@@ -20,6 +20,7 @@ from pycocotools.cocoeval import COCOeval
 from torch import Tensor, distributed, nn
 
 from ..checkpoint import resolve_checkpoint
+from ..checkpoint.native import weights_file
 from ..data.loading import Progress
 from ..data.order import Process
 from ..data.sources import check_classes
@@ -116,15 +117,15 @@ def eval_images(checkpoint: str | Path, data: str | None, split: str | None) -> 
     run = resolve_checkpoint(checkpoint).parent
     if not (run / RECIPE).is_file():
         if data is None:
+            weights_file(checkpoint)  # says if there is no such file
             raise ValueError(f"{checkpoint} is not in a run directory, which would name its data; give --data DATA")
         return data, split or "validation", None
     recipe = resolve(DetectionRecipe, str(run / RECIPE))
-    if split is not None or (data is not None and Path(data).absolute() != Path(recipe.data).absolute()):
-        return data or recipe.data, split or "validation", None
-    held_out = Split.read(run)
-    if held_out is not None:
-        return recipe.data, recipe.train_split, held_out.evaluation
-    return recipe.data, recipe.eval_split, None
+    if data is not None and Path(data).absolute() != Path(recipe.data).absolute():
+        return data, split or "validation", None
+    divided = Split.read(run)
+    names = divided and divided.part(split, recipe.train_split, recipe.eval_split)
+    return (recipe.data, recipe.train_split, names) if names else (recipe.data, split or recipe.eval_split, None)
 
 
 def _check_categories(detector: Detector, checkpoint: str, source: DetectionData, data: str) -> None:
