@@ -1,7 +1,9 @@
 """Builds the fused CPU kernel where a C++ compiler is at hand; without one the package installs and runs all the same.
 
-The kernel is a plain shared library: it needs neither torch nor Python's headers to build. Its one source is compiled
-once per level of instructions that the compiler knows; the choice among them is made when it runs.
+The kernel is a plain shared library: it needs neither torch nor Python's headers to build, and one wheel serves all
+versions of Python. Its one source is compiled once per level of instructions that the compiler knows; the choice among
+them is made when it runs. It is written in the vector extensions of GCC and Clang, which Microsoft's compiler lacks: on
+Windows it is not built, and `vil doctor` says so.
 """
 
 import platform
@@ -9,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("src/vision_longformer/ops/cpu/csrc")
@@ -22,6 +25,10 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 
 class BuildKernel(build_ext):
     """Compiles ``kernel.cpp`` per level, at the same time, then ``dispatch.cpp`` for the levels that worked."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Without the version of Python in it: ``ops/cpu/library.py`` knows this name."""
+        return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
         with ThreadPoolExecutor() as threads:
@@ -52,7 +59,17 @@ class BuildKernel(build_ext):
         return error is None
 
 
+class WheelForAnyPython(bdist_wheel):
+    """Tags the wheel by its platform alone."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 sources = [str(FOLDER / name) for name in ("kernel.cpp", "dispatch.cpp")]
 headers = [str(path) for path in sorted(FOLDER.glob("*.h"))]
 kernel = Extension("vision_longformer.ops.cpu._fused_cpu", sources, depends=headers, language="c++", optional=True)
-setup(ext_modules=[kernel], cmdclass={"build_ext": BuildKernel})
+setup(
+    ext_modules=[] if platform.system() == "Windows" else [kernel],
+    cmdclass={"build_ext": BuildKernel, "bdist_wheel": WheelForAnyPython},
+)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import torch
@@ -41,6 +42,10 @@ def make_handler(checkpoint: str) -> type[BaseHTTPRequestHandler]:
             ranked = sorted(zip(probabilities, preprocessing.classes, strict=True), reverse=True)
             self._answer(200, {name: round(probability, 4) for probability, name in ranked})
 
+        def do_GET(self) -> None:
+            host = self.headers.get("Host", "localhost")
+            self._answer(200, {"use": f"POST an image, as by: curl --data-binary @photo.jpg http://{host}"})
+
         def _answer(self, status: int, data: dict[str, object]) -> None:
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -55,6 +60,11 @@ if __name__ == "__main__":
     parser.add_argument("checkpoint")
     parser.add_argument("--port", type=int, default=8000)
     arguments = parser.parse_args()
-    server = HTTPServer(("localhost", arguments.port), make_handler(arguments.checkpoint))
-    print(f"serving on http://localhost:{server.server_port}", flush=True)
-    server.serve_forever()
+    handler = make_handler(arguments.checkpoint)
+    try:
+        server = HTTPServer(("localhost", arguments.port), handler)
+    except OSError as error:
+        raise SystemExit(f"port {arguments.port} cannot be used ({error.strerror}); give another as --port") from None
+    print(f"serving on http://localhost:{server.server_port}; Ctrl-C stops it", flush=True)
+    with suppress(KeyboardInterrupt):
+        server.serve_forever()

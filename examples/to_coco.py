@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
@@ -23,6 +24,11 @@ from PIL import Image, ImageOps
 
 CIRCLE_POINTS = 32
 """Corners of the outline of a circle."""
+
+IMAGE_SUFFIXES = frozenset(Image.registered_extensions())
+
+SHOWN_FILES = 4
+"""Names of images that a message lists, of those that could be meant."""
 
 
 class Box(NamedTuple):
@@ -49,6 +55,8 @@ Tile = tuple[dict[str, Any], list[Box]]
 
 def annotated_images(folder: Path, name: str | None) -> Iterator[tuple[Path, list[Box]]]:
     """The image of each annotation file, and the objects in it, by their own names or all by one."""
+    if not folder.is_dir():
+        raise SystemExit(f"there is no folder {folder}")
     files = sorted([*folder.glob("*.xml"), *folder.glob("Annotations/*.xml"), *folder.glob("*.json")])
     if not files:
         raise SystemExit(f"{folder} has no .xml files of Pascal VOC and no .json files of labelme")
@@ -64,9 +72,7 @@ def read_voc(path: Path) -> tuple[Path, list[Box]]:
     for item in root.iter("object"):
         borders = [float(item.findtext(f"bndbox/{side}", "nan")) for side in ("xmin", "ymin", "xmax", "ymax")]
         boxes.append(Box(item.findtext("name", ""), *borders))
-    name = root.findtext("filename", "")
-    places = [path.parent / name, path.parent.parent / "JPEGImages" / name]
-    return next((place for place in places if place.is_file()), places[0]), boxes
+    return find_image(path, root.findtext("filename", ""), path.parent.parent / "JPEGImages"), boxes
 
 
 def read_labelme(path: Path) -> tuple[Path, list[Box]]:
@@ -80,7 +86,29 @@ def read_labelme(path: Path) -> tuple[Path, list[Box]]:
             continue
         xs, ys = outline[::2], outline[1::2]
         boxes.append(Box(shape["label"], min(xs), min(ys), max(xs), max(ys), outline))
-    return path.parent / content["imagePath"].replace("\\", "/"), boxes
+    return find_image(path, content["imagePath"].replace("\\", "/")), boxes
+
+
+def find_image(annotation: Path, name: str, *others: Path) -> Path:
+    """The image that an annotation file names, beside it or in one of the other folders.
+
+    If it is not there, the image that is called as the annotation file is, which is told.
+    """
+    folders = [annotation.parent, *(folder for folder in others if folder.is_dir())]
+    for folder in folders:
+        if name and (folder / name).is_file():
+            return folder / name
+    there = sorted(path for folder in folders for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+    same = [path for path in there if path.stem == annotation.stem]
+    if len(same) == 1:
+        print(f"{annotation} is of {name or 'no named image'}, which is not there; took {same[0].name}")
+        return same[0]
+    names = [path.name for path in same or there]
+    shown = ", ".join(names[:SHOWN_FILES]) + (" …" if len(names) > SHOWN_FILES else "")
+    raise SystemExit(
+        f"there is no image {annotation.parent / (name or annotation.stem)}, which is annotated in {annotation.name}; "
+        f"images should be beside their annotations, where there are {shown or 'no images'}"
+    )
 
 
 def labelme_outline(shape: dict[str, Any]) -> tuple[float, ...] | None:
@@ -112,8 +140,6 @@ def cut(images: Iterable[tuple[Path, list[Box]]], output: Path, side: int | None
     """Write all tiles as images."""
     cut_out: list[Tile] = []
     for path, boxes in images:
-        if not path.is_file():
-            raise SystemExit(f"there is no image {path}, which is annotated; images should be beside their annotations")
         image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
         boxes = [box for one in boxes if (box := clipped(one, image, path))]
         for part in tiles(image, side):
@@ -171,27 +197,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("annotated", type=Path, help="folder of .xml or .json files and images")
     parser.add_argument("output", type=Path, help="folder to be made")
-    parser.add_argument("--tile", type=int, default=None, help="cut images into squares of so many pixels")
+    parser.add_argument(
+        "--tile", type=int, default=None, help="cut images into about equal tiles, at most so many pixels wide and high"
+    )
     parser.add_argument(
         "--validation", type=int, default=None, help="keep one image, or tile, in so many for evaluation"
     )
     parser.add_argument("--name", default=None, help="one name for all objects")
     arguments = parser.parse_args()
 
-    images = arguments.output / "images"
-    if images.exists():
+    if (arguments.output / "images").exists():
         raise SystemExit(f"{arguments.output} exists; give the name of a new folder")
-    images.mkdir(parents=True)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=arguments.output.parent, prefix=f".{arguments.output.name}.") as temporary:
+        convert(arguments, Path(temporary))  # appears whole or not at all
+        arguments.output.mkdir(exist_ok=True)
+        for part in Path(temporary).iterdir():
+            part.replace(arguments.output / part.name)
+    print(f"wrote {arguments.output}; next: vil detect check {arguments.output}")
+
+
+def convert(arguments: argparse.Namespace, output: Path) -> None:
+    """Write images and annotations into a folder."""
+    (output / "images").mkdir()
     annotated = annotated_images(arguments.annotated, arguments.name)
-    splits = {"train": cut(annotated, images, arguments.tile)}
+    splits = {"train": cut(annotated, output / "images", arguments.tile)}
     names = sorted({box.name for _, boxes in splits["train"] for box in boxes})
     if arguments.validation:
         splits["validation"] = splits["train"][arguments.validation - 1 :: arguments.validation]
         del splits["train"][arguments.validation - 1 :: arguments.validation]
     for split, cut_out in splits.items():
-        (arguments.output / f"{split}.json").write_text(json.dumps(coco_content(cut_out, names)))
+        (output / f"{split}.json").write_text(json.dumps(coco_content(cut_out, names)))
         print(f"{split}: {len(cut_out)} images, {sum(len(boxes) for _, boxes in cut_out)} objects")
-    print(f"wrote {arguments.output}; next: vil detect check {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -1,67 +1,113 @@
-"""Time of a forward pass of ViL-Tiny: as a module, compiled, and as the files that 'vil export' writes.
+"""Time of a forward pass: as a module, compiled, and as the files that 'vil export' writes, beside Swin-Tiny's.
 
-    python scripts/export_speed.py [SIZE] [ROUNDS]
+    python scripts/export_speed.py [--models NAME ...] [--size 224x224] [--batch 1 8] [--rounds 15] [--clock wall]
 
-All run in turn, one image each, so that what else the machine does falls on all of them; medians are compared.
+All run in turn on the same images, so that what else the machine does falls on all of them; medians are compared. With
+``--clock processor`` the time that processors were busy with it counts, for machines that others use, too.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+import timm
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import Dim
 
 from vision_longformer import create_model
 from vision_longformer.classification.export import export_model
-from vision_longformer.cli.output import print_table, track
-from vision_longformer.export import load_exported
+from vision_longformer.cli.output import print_table, size_text, track
+from vision_longformer.export import export_verified, load_exported
+from vision_longformer.export.writers import SUFFIXES
+from vision_longformer.models.zoo import MODELS
 
-MODEL = "vision_longformer_tiny"
+SWIN = "swin_tiny_patch4_window7_224"
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 Run = Callable[[Tensor], Tensor]
 
 
-def rivals(size: int, folder: Path) -> dict[str, Run]:
-    """What is timed, by name; the first one is what the others are compared with."""
-    model = create_model(MODEL).eval()
-    runs: dict[str, Run] = {"eager": model, "torch.compile": torch.compile(model)}
-    for format in ("onnx", "pt2"):
-        for dynamic in (False, True):
-            name = f"{format}, {'any size' if dynamic else 'fixed size'}"
-            path = folder / f"{dynamic}.{format}"
-            export_model(model, path, format=format, dynamic=dynamic, size=None if dynamic else size)
-            runs[name] = load_exported(path)
+def rivals(name: str, size: tuple[int, int], folder: Path, compiled: bool) -> dict[str, Run]:
+    """What is timed of a model; the first one is what the others are compared with."""
+    ours = name in MODELS
+    model = create_model(name).eval() if ours else timm.create_model(name, img_size=size).eval()
+    runs: dict[str, Run] = {"eager": model}
+    if compiled:
+        runs["torch.compile"] = torch.compile(model)
+    for format in ("onnx", "openvino"):
+        for dynamic in (False, True) if ours else (False,):
+            path = folder / f"{name}_{'any' if dynamic else 'fixed'}{SUFFIXES[format]}"
+            if ours:
+                export_model(model, path, format=format, dynamic=dynamic, size=None if dynamic else size)
+            else:
+                _export_foreign(model, path, format, size)
+            runs[f"{format}, {'any size' if dynamic else 'fixed size'}"] = load_exported(path)
     return runs
 
 
-def seconds(runs: dict[str, Run], images: Tensor, rounds: int) -> dict[str, list[float]]:
-    """Times of each, taken in turn, after one pass to warm up."""
+def _export_foreign(model: nn.Module, path: Path, format: str, size: tuple[int, int]) -> None:
+    export_verified(
+        model,
+        [(torch.randn(2, 3, *size),)],
+        path,
+        format=format,
+        metadata={"format": "vision_longformer_export/1"},
+        input_names=("images",),
+        output_names=("logits",),
+        dynamic_shapes=({0: Dim("batch", min=1)},),
+    )
+
+
+def seconds(runs: dict[str, Run], images: Tensor, rounds: int, clock: Callable[[], float]) -> dict[str, float]:
+    """The median time of each per image, all taken in turn, after one pass to warm up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for number in track(range(rounds + 1), "timing"):
+    for number in track(range(rounds + 1), f"timing, batch {len(images)}"):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             with torch.no_grad():
                 run(images)
             if number:
-                times[name].append(time.perf_counter() - start)
-    return times
+                times[name].append((clock() - start) / len(images))
+    return {name: median(own) for name, own in times.items()}
 
 
-def main(size: int = 224, rounds: int = 15) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["vision_longformer_tiny", "vision_longformer_small", SWIN])
+    parser.add_argument("--size", default="224x224")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile, too")
+    options = parser.parse_args()
+    height, width = map(int, options.size.split("x"))
     with tempfile.TemporaryDirectory() as folder:
-        runs = rivals(size, Path(folder))
-        times = seconds(runs, torch.randn(1, 3, size, size), rounds)
-    base = median(times["eager"])
-    rows = [(name, f"{1e3 * median(own):.1f}", f"{median(own) / base:.2f}") for name, own in times.items()]
-    title = f"{MODEL}, one image of {size}×{size}, {torch.get_num_threads()} threads, {rounds} rounds"
-    print_table(title, ("", "ms", "ratio to eager"), rows)
+        runs = {
+            (name, kind): run
+            for name in track(options.models, "exporting")
+            for kind, run in rivals(name, (height, width), Path(folder), options.compiled).items()
+        }
+        for batch in options.batch:
+            images = torch.randn(batch, 3, height, width)
+            times = seconds(runs, images, options.rounds, CLOCKS[options.clock])
+            rows = [
+                (name, kind, f"{1e3 * own:.1f}", f"{own / times[name, 'eager']:.2f}", _beside(times, kind, own))
+                for (name, kind), own in times.items()
+            ]
+            title = f"{batch} of {size_text((height, width))}, {torch.get_num_threads()} threads, {options.clock} time"
+            print_table(title, ("model", "", "ms per image", "ratio to eager", "to Swin-Tiny"), rows, left=2)
+
+
+def _beside(times: dict[tuple[str, str], float], kind: str, own: float) -> str:
+    swin = times.get((SWIN, kind))
+    return "" if swin is None else f"{own / swin:.2f}"
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

@@ -36,4 +36,4 @@ import sys
 from vision_longformer.ops.cpu import library
 assert library.__file__.startswith(sys.argv[1]) and library.load().levels, library.load()
 END
-"$python" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir "$work" tests/ops/test_cpu_kernel.py "$@"
+"$python" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir "$work" tests/ops/test_cpu_kernel.py -k "not arm" "$@"

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import os
+import socket
+import subprocess
+import sys
 import tarfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.multiprocessing as mp
 from PIL import Image
 from pycocotools import mask as rle
 from torch import Tensor
@@ -25,7 +32,7 @@ from vision_longformer.detection.dataset import open_detection
 from vision_longformer.detection.detectors import build_detector
 from vision_longformer.geometry import Grid
 from vision_longformer.models import config as cfg
-from vision_longformer.ops import IMPLEMENTATIONS
+from vision_longformer.ops import IMPLEMENTATIONS, longformer_attention
 from vision_longformer.ops.spec import LocalSpec
 from vision_longformer.training.callbacks import Callback
 
@@ -91,18 +98,125 @@ def run(implementation: str, case: Case, tensors: dict[str, Tensor]) -> dict[str
     """The output of a case and the gradient of every input that requires one."""
     inputs = {name: x for name, x in tensors.items() if name != "weight"}
     out = local_attention(**inputs, grid=case.grid, **case.options(), implementation=implementation)
+    return _with_gradients(out, tensors)
+
+
+def _with_gradients(out: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     results = {"output": out.detach()}
-    wanted = {name: x for name, x in inputs.items() if x.requires_grad}
+    wanted = {name: x for name, x in tensors.items() if x.requires_grad}
     if wanted:
         grads = torch.autograd.grad((out * tensors["weight"]).sum(), list(wanted.values()))
         results |= {f"gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
     return results
 
 
+def _band_of(case: Case, tensors: dict[str, Tensor], first: int, count: int) -> dict[str, Any]:
+    """The arguments for ``count`` chunk rows of a case from the ``first``, or as many as there are."""
+    (height, width), w, extra = case.grid, case.window, case.global_tokens
+    chunks = math.ceil(height / w)
+    last = min(first + count, chunks)
+    rows = range(first * w, min(last * w, height))
+
+    def beside(chunk: int) -> list[int | None]:
+        """The rows of the chunk row above or below, None for padding that counts."""
+        wraps = not 0 <= chunk < chunks
+        if wraps and not case.rule.startswith("cyclic"):
+            return []
+        start = chunk % chunks * w
+        inside = [row if row < height else None for row in range(start, start + w)]
+        return inside if wraps and case.rule == "cyclic_release" else [row for row in inside if row is not None]
+
+    def keys(x: Tensor) -> Tensor:
+        with_zero = torch.cat([x, x.new_zeros(len(x), 1, *x.shape[2:])], 1)
+        tokens = [
+            -1 if row is None else extra + row * width + column
+            for row in (*above, *rows, *below)
+            for column in range(width)
+        ]
+        return with_zero[:, [*range(extra), *tokens]]
+
+    above, below = beside(first - 1), beside(last)
+    biases = {name: tensors[name] for name in ("bias", "global_bias") if name in tensors}
+    q = tensors["q"][:, rows.start * width : rows.stop * width]
+    grid, halo = (len(rows), width), (len(above), len(below))
+    return {"q": q, "k": keys(tensors["k"]), "v": keys(tensors["v"]), "grid": grid, "halo": halo, **biases}
+
+
+def run_bands(implementation: str, case: Case, tensors: dict[str, Tensor], rows: int) -> dict[str, Tensor] | None:
+    """As :func:`run`, ``rows`` chunk rows at a time; None if the implementation refuses one of them."""
+    options = case.options() | {"implementation": implementation}
+    try:
+        parts = [
+            local_attention(**_band_of(case, tensors, first, rows), **options)
+            for first in range(0, math.ceil(case.grid[0] / case.window), rows)
+        ]
+    except ValueError as error:
+        assert "cannot run this" in str(error)  # noqa: PT017
+        return None
+    return _with_gradients(torch.cat(parts, 1), tensors)
+
+
 @lru_cache(maxsize=1024)
 def oracle(case: Case, precision: torch.dtype = torch.float64, *, grad: bool = True) -> dict[str, Tensor]:
     """What the float64 oracle makes of a case's numbers, rounded to ``precision``: computed once, compared often."""
     return run("masked_dense", case, case.tensors(grad=grad, precision=precision))
+
+
+@dataclass(frozen=True)
+class RowsCase:
+    """A call of attention for the rows of global and of local tokens but for its numbers."""
+
+    grid: tuple[int, int] = (4, 5)
+    window: int = 2
+    rule: str = "chunk"
+    neighbours: str | int = "all"
+    global_tokens: int = 1
+    biases: bool = True
+    batch: int = 2
+    heads: int = 1
+    dim: int = 16
+    scale: float | None = None
+    seed: int = 0
+
+    def tensors(self, dtype: torch.dtype = torch.float64, *, precision: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Random qkv and biases, and ``weight``, as :meth:`Case.tensors`."""
+        generator = torch.Generator().manual_seed(self.seed)
+        tokens, side, extra = Grid(*self.grid).tokens + self.global_tokens, 4 * self.window - 1, self.global_tokens
+        shapes: dict[str, tuple[int, ...]] = {"qkv": (self.batch, tokens, 3, self.heads, self.dim)}
+        if self.biases:
+            shapes |= {"bias": (self.heads, side, side), "global_bias": (self.heads, extra)}
+            shapes["from_global_bias"] = (self.heads, extra, extra + 1)
+        shapes["weight"] = (self.batch, tokens, self.heads, self.dim)
+        drawn = {}
+        for name, shape in shapes.items():
+            numbers = torch.randn(shape, generator=generator, dtype=torch.float64).to(precision or dtype)
+            drawn[name] = numbers.to(dtype).requires_grad_(name != "weight")
+        return drawn
+
+    def options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("window", "rule", "neighbours", "scale")}
+
+    def run(self, implementation: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The output and the gradient of every input."""
+        inputs = {name: x for name, x in tensors.items() if name != "weight"}
+        out = longformer_attention(**inputs, grid=self.grid, **self.options(), implementation=implementation)
+        return _with_gradients(out, tensors)
+
+
+def rows_oracle(case: RowsCase, precision: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """The float64 oracle of a case's numbers, rounded to ``precision``: softmax over all keys, and masked attention."""
+    tensors, count = case.tensors(precision=precision), case.global_tokens
+    q, k, v = tensors["qkv"].unbind(2)
+    scores = torch.einsum("bnhd,bmhd->bhnm", q[:, :count], k) * (case.scale or case.dim**-0.5)
+    if case.biases:
+        scores = scores + torch.stack(
+            [tensors["from_global_bias"][:, :, min(key, count)] for key in range(k.shape[1])], -1
+        )
+    global_rows = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v)
+    biases = {name: tensors[name] for name in ("bias", "global_bias") if name in tensors}
+    options = case.options() | {"implementation": "masked_dense"}
+    local_rows = local_attention(q[:, count:], k, v, case.grid, **biases, **options)
+    return _with_gradients(torch.cat([global_rows, local_rows], 1), tensors)
 
 
 def compare(implementation: str, case: Case, dtype: torch.dtype = torch.float64) -> None:
@@ -115,6 +229,73 @@ def compare(implementation: str, case: Case, dtype: torch.dtype = torch.float64)
     for name, expected in oracle(case, dtype, grad=grad).items():
         assert got[name].dtype == dtype
         assert_close(got[name], expected, TOLERANCES[dtype], f"{name} of {implementation} in {case}")
+
+
+def operator_arguments(case: Case, dtype: torch.dtype, *, grad: bool) -> tuple[Any, ...]:
+    """What a forward operator is called with: q, k and v of a dtype, biases of float32 at least."""
+    tensors = case.tensors(dtype, grad=grad)
+    wide = case.tensors(torch.promote_types(dtype, torch.float32), grad=grad)
+    tensors |= {name: x for name, x in wide.items() if name.endswith("bias")}
+    neighbour = None if isinstance(case.neighbours, str) else torch.as_tensor(case.neighbours)
+    settings = (
+        *case.grid,
+        case.window,
+        case.rule,
+        case.neighbours if neighbour is None else "one",
+        [1],
+        case.dim**-0.5,
+        [],
+    )
+    return (*(tensors.get(name) for name in ("q", "k", "v", "bias", "global_bias")), neighbour, *settings)
+
+
+def assert_as_promised(name: str, given: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+    """Shapes, strides and dtypes are those of the fake results, on which compiled graphs rely."""
+    with torch._subclasses.FakeTensorMode() as mode:
+        operator = getattr(torch.ops.vision_longformer, name)
+        fakes = operator(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given))
+    for real, fake in zip(results, fakes, strict=True):
+        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+@dataclass(frozen=True)
+class BiasedPair:
+    """A query and its two keys, whose products with it are 0: scores are biases. Values are 1 and 0.
+
+    Without a global key there are two tokens in a row; else one token, and the global key first.
+    """
+
+    global_key: bool
+    rule: str = "chunk"
+
+    def tensors(self, dtype: torch.dtype, first: float, second: float, batch: int = 1) -> dict[str, Tensor]:
+        """q, k and v of a dtype, and float32 biases: the scores of the first query are ``first`` and ``second``."""
+        k = torch.zeros(batch, 2, 1, 4, dtype=dtype)
+        v = torch.tensor([1.0, 0.0], dtype=dtype)[:, None, None].expand_as(k)
+        if self.global_key:
+            bias, global_bias = torch.full((1, 7, 7), float(second)), torch.full((1, 1), float(first))
+            return {"q": k[:, :1], "k": k, "v": v, "bias": bias, "global_bias": global_bias}
+        bias = torch.full((1, 7, 7), float(first))
+        bias[0, 3, 2] = second  # of the key to the right
+        return {"q": k, "k": k, "v": v, "bias": bias}
+
+    def attend(self, implementation: str, tensors: dict[str, Tensor]) -> Tensor:
+        grid = (1, tensors["q"].shape[1])
+        return local_attention(**tensors, grid=grid, window=2, rule=self.rule, implementation=implementation)
+
+    def bias_gradients(self, implementation: str, dtype: torch.dtype, batch: int, upstream: float) -> list[float]:
+        """Of the table's middle row, and of the global key if there is one; scores are 0, so that weights are ½."""
+        tensors = {name: x.requires_grad_() for name, x in self.tensors(dtype, 0.0, 0.0, batch).items()}
+        self.attend(implementation, tensors)[..., 0].sum().mul(upstream).backward()
+        grads = [tensors[name].grad for name in tensors if name.endswith("bias")]
+        assert {grad.dtype for grad in grads} == {torch.float32}
+        return [*grads[0][0, 3].tolist(), *(grad.item() for grad in grads[1:])]
+
+    def expected_gradients(self, total: float) -> list[float]:
+        """``total`` is upstream · batch / 4: that of a key of value 1 and, negative, of a key of value 0."""
+        if self.global_key:
+            return [0, 0, 0, -total, 0, 0, 0, total]
+        return [0, 0, -total, 0, total, 0, 0]  # at offset 0 the two tokens' cancel
 
 
 def assert_close(got: Tensor, expected: Tensor, tolerance: float, what: str = "result") -> None:
@@ -203,6 +384,46 @@ def build(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Visi
 
 def image(height: int = 64, width: int = 64, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def without_compiler_caches() -> AbstractContextManager[Any]:
+    """Inductor keeps graphs on disk, by the names of our operators and not by what their autograd is."""
+    return torch._functorch.config.patch(enable_autograd_cache=False)
+
+
+def assert_trains_like_the_oracle(implementation: str, steps: int = 20) -> None:
+    """A model compiled by inductor, its local attention by an implementation, against the eager one by the oracle.
+
+    One stage of one block on a 6×6 map in chunks of 3×3, with relative bias and a global token, in float32.
+    """
+    expected_losses, expected = _train("masked_dense", steps, compiled=False)
+    with without_compiler_caches():
+        losses, parameters = _train(implementation, steps, compiled=True)
+    assert expected_losses[-1] < expected_losses[0] / 2
+    assert_close(torch.tensor(losses), torch.tensor(expected_losses), 1e-5, "loss")
+    for name, value in expected.items():
+        assert_close(parameters[name], value, 1e-5, name)
+
+
+def _train(implementation: str, steps: int, *, compiled: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """The loss of each step on one image, and the parameters at the end."""
+    torch.manual_seed(0)
+    stage = StageConfig(16, 1, 1, 2, cfg.Longformer(window=3), 1, "relative")
+    model = VisionLongformer(ModelConfig((stage,), img_size=(12, 12), num_classes=3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))  # so that the bias matters
+    model.set_attention_implementation(implementation)
+    run = torch.compile(model, fullgraph=True) if compiled else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        loss = torch.nn.functional.cross_entropy(run(image(12, 12, batch=1)), torch.tensor([1]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, dict(model.named_parameters())
 
 
 # Labelled images: of one grey value each, by which samples are told apart
@@ -415,4 +636,38 @@ def write_garments(folder: Path, *splits: tuple[str, int]) -> Path:
                     }
                 )
         (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(content))
+    return folder
+
+
+# Several processes
+
+
+def fork_processes(function: Callable[..., None], count: int, *arguments: Any) -> None:
+    """``function(rank, count, *arguments)`` in ``count`` processes with a gloo group and one thread each.
+
+    To be called in an interpreter that has no threads yet, such as that of :func:`run_program`.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.start_processes(_forked, (function, count, port, *arguments), nprocs=count, start_method="fork")
+
+
+def _forked(rank: int, function: Callable[..., None], count: int, port: int, *arguments: Any) -> None:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    function(rank, count, *arguments)
+    torch.distributed.destroy_process_group()
+
+
+def run_program(function: Callable[[Path], None], folder: Path) -> Path:
+    """A function of a test module in an interpreter of its own, which is given a folder for what it finds."""
+    module = sys.modules[function.__module__]
+    path = [str(Path(str(module.__file__)).parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    name = module.__name__
+    program = f"import sys, pathlib, {name}; {name}.{function.__name__}(pathlib.Path(sys.argv[1]))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", program, str(folder)], env=environment, check=True)
     return folder

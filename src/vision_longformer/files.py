@@ -2,34 +2,98 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
-def atomic_write(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_write(path: str | Path, *, overwrite: bool = False, beside: Sequence[str] = ()) -> Iterator[Path]:
     """A temporary path beside ``path``, which it replaces at the end; if anything fails, it vanishes.
 
-    The data are on the disk before the name is, so that a crash leaves the old file or the new one.
+    The data are on the disk before the name is, so that a crash leaves the old file or the new one. ``beside`` are the
+    suffixes of files of the same name that belong to it. They are written beside the temporary path, and come before
+    it; a crash between them leaves no file of its name.
     """
     path = Path(path)
-    if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists; choose another name or allow overwriting")
+    for one in (path, *map(path.with_suffix, beside)):
+        if one.exists() and not overwrite:
+            raise FileExistsError(f"{one} exists; choose another name or allow overwriting")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
     os.close(handle)
     temporary = Path(name)
     try:
         yield temporary
-        os.chmod(temporary, 0o666 & ~_umask())
-        _flush(temporary)
+        files = [temporary, *map(temporary.with_suffix, beside)]
+        for file in files:
+            os.chmod(file, 0o666 & ~_umask())
+            _flush(file)
+        if beside:
+            path.unlink(missing_ok=True)
+        for file in reversed(files):
+            os.replace(file, path.with_suffix(file.suffix))
+    except BaseException:
+        for suffix in (temporary.suffix, *beside):
+            temporary.with_suffix(suffix).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
+    """Data as a JSON file, in place of an earlier one; NaN and infinity, which JSON does not have, are refused."""
+    with atomic_write(path, overwrite=True) as temporary:
+        temporary.write_text(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what processes that were killed have left of files they were writing in ``folder`` by atomic_write."""
+    for path in folder.glob(".*.????????*"):
+        if re.fullmatch(r"\..+\.[a-z0-9_]{8}(\.\w+)?", path.name) and path.is_file():
+            path.unlink()
+
+
+@contextmanager
+def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder beside ``path``, which it replaces at the end; if anything fails, it vanishes.
+
+    What a process that was killed has left there is deleted first.
+    """
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists; choose another name or allow overwriting")
+    temporary, old = (path.with_name(f".{path.name}.{what}") for what in ("new", "old"))
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                _flush(file)
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(path, old)
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
+    if old.is_dir():
+        shutil.rmtree(old)
+    elif old.exists():
+        old.unlink()
+
+
+def suggest_path(path: Path) -> str:
+    """``did you mean runs/own_images-1?``, if something of a similar name lies where ``path`` should; else nothing."""
+    beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, beside, n=1, cutoff=0.7)
+    return f"did you mean {path.parent / near[0]}?" if near else ""
 
 
 def _flush(path: Path) -> None:

@@ -14,6 +14,7 @@ offset to a query, ``query - key``, is in ``-(2w-1) .. 2w-1``, hence bias tables
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 RULES = ("chunk", "exact", "cyclic", "cyclic_release")
@@ -62,3 +63,81 @@ class Grid(NamedTuple):
     def chunks(self, window: int) -> Grid:
         """The grid of chunks that covers this grid."""
         return self.reduced(window, pad=True)
+
+
+class Strip(NamedTuple):
+    """Chunk rows of a map of tokens that are computed together.
+
+    ``rows`` are their rows of tokens, ``above`` and ``below`` the rows of the chunk rows beside them, which their
+    queries see, too: empty at an edge of the map. A strip that is the ``whole`` map has none.
+    """
+
+    rows: range
+    above: range
+    below: range
+    width: int
+    whole: bool
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the strip's own tokens."""
+        return Grid(len(self.rows), self.width)
+
+    @property
+    def halo(self) -> tuple[int, int] | None:
+        """The number of rows above and below, as local attention takes it."""
+        return None if self.whole else (len(self.above), len(self.below))
+
+    @property
+    def keys(self) -> int:
+        """The number of tokens in the rows above, in the strip, and below."""
+        return (len(self.above) + len(self.rows) + len(self.below)) * self.width
+
+    @property
+    def own(self) -> slice:
+        """The strip's own tokens among those."""
+        start = len(self.above) * self.width
+        return slice(start, start + self.grid.tokens)
+
+    def divided(self, window: int, rule: str, chunk_rows: int) -> list[Strip]:
+        """The strips of ``chunk_rows`` chunk rows that make up this one; rows are counted among those that it sees."""
+        if self.whole:
+            return strips(self.grid, window, rule, chunk_rows)
+        top, height = len(self.above), len(self.rows)
+        result = []
+        for start in range(0, height, chunk_rows * window):
+            stop = min(start + chunk_rows * window, height)
+            above = range(start + top - window, start + top) if start else range(top)
+            below = range(stop + top, min(stop + window, height if stop < height else height + len(self.below)) + top)
+            result.append(Strip(range(start + top, stop + top), above, below, self.width, whole=False))
+        return result
+
+
+def chunk_strip(grid: Grid, window: int, rule: str, first: int, last: int) -> Strip:
+    """The chunk rows from ``first`` to before ``last`` of a map; without any, it sees nothing."""
+    chunks, nothing = ceil_div(grid.height, window), range(0)
+
+    def rows_of(chunk: int) -> range:
+        if not 0 <= chunk < chunks and not is_cyclic(rule):
+            return nothing
+        start = chunk % chunks * window
+        return range(start, min(start + window, grid.height))
+
+    rows, whole = range(min(first * window, grid.height), min(last * window, grid.height)), last - first == chunks
+    alone = whole or not rows
+    above, below = (nothing, nothing) if alone else (rows_of(first - 1), rows_of(last))
+    return Strip(rows, above, below, grid.width, whole)
+
+
+def strips(grid: Grid, window: int, rule: str, chunk_rows: int) -> list[Strip]:
+    """The strips of ``chunk_rows`` chunk rows that make up a map, from top to bottom; the last may have fewer."""
+    chunks = ceil_div(grid.height, window)
+    starts = range(0, chunks, chunk_rows)
+    return [chunk_strip(grid, window, rule, first, min(first + chunk_rows, chunks)) for first in starts]
+
+
+def even_strips(grid: Grid, window: int, rule: str, count: int) -> list[Strip]:
+    """``count`` strips that make up a map, of whole chunk rows and as even as these allow; some may be empty."""
+    chunks = ceil_div(grid.height, window)
+    ends = [min(chunks, round(index * grid.height / (count * window))) for index in range(count)] + [chunks]
+    return [chunk_strip(grid, window, rule, first, last) for first, last in pairwise(ends)]

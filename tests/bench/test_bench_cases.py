@@ -71,6 +71,7 @@ def test_model_case_as_json() -> None:
         "batch": 2,
         "neighbours": "all",
         "implementation": "auto",
+        "method": "plain",
     }
     assert Case.from_dict(json.loads(json.dumps(stored))) == case
 
@@ -210,6 +211,22 @@ def test_our_model_has_the_workloads_settings() -> None:
     model, size = build_model(ModelWorkload("vision_longformer_tiny", 40, 50, neighbours="random"))
     assert size == (40, 50)
     assert model.config.neighbours == "random"
+
+
+@pytest.mark.parametrize(("method", "setting"), [("plain", False), ("checkpointing", True), ("strips", "strips")])
+def test_our_model_has_the_gradient_checkpointing_of_the_method(method: str, setting: bool | str) -> None:
+    model, _ = build_model(ModelWorkload("vision_longformer_micro", 32, 32, method=method))
+    assert {stage.grad_checkpointing for stage in model.stages} == {setting}
+
+
+def test_a_streamed_model_gives_its_own_logits() -> None:
+    logits = []
+    for method in ("plain", "streamed"):
+        torch.manual_seed(0)
+        workload = ModelWorkload("vision_longformer_micro", 40, 24, method=method)
+        logits.append(make_runnable(workload, INFERENCE, torch.device("cpu"), {}).run())
+    plain, streamed = logits
+    assert (streamed - plain[0]).abs().max() < 1e-5 * plain.abs().max()
 
 
 def test_models_of_fixed_size_are_padded() -> None:

@@ -110,6 +110,13 @@ def test_table_of_calls(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_table_of_large_images(capsys: pytest.CaptureFixture[str]) -> None:
+    print_result(result(row(), row("tiled", 0.25), unit="pixel"))
+    *_, cells, shares = _printed(capsys)
+    assert cells[:3] == ["tiled", "forward", "0.075 s ±17%"]
+    assert shares == ["6×9, forward: tiled takes 0.25 of the time and 0.25 of the extra memory of sliding_chunk"]
+
+
 def test_table_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     """54 images in 0.3 s, or in 0.15 s; the peak is that of the weights and images and what comes on top."""
     made = row()

@@ -116,6 +116,28 @@ def test_shift() -> None:
     assert {case.baseline[1] for case in step.cases} == {"vision_longformer_tiny, all neighbours"}
 
 
+def test_large() -> None:
+    (group,) = plan("large", Options(sizes=((64, 96), (32, 32))))["large"]
+    small, large = "32×32, 0.00102 MP", "64×96, 0.00614 MP"
+    ours, swin = "vision_longformer_tiny", "swin_tiny_patch4_window7_224"
+    inference, training = (
+        [f"{ours}, plain", f"{ours}, streamed"],
+        [f"{ours}, {m}" for m in ("plain", "checkpointing", "strips")],
+    )
+    assert [(case.point, case.mode, case.variant) for case in group.cases] == [
+        (point, mode, variant)
+        for point in (small, large)
+        for mode, variants in ((INFERENCE, inference), (TRAINING_STEP, training))
+        for variant in (*variants, f"{swin}, plain")
+    ]
+    assert {(case.point, case.baseline, case.units) for case in group.cases} == {
+        (small, (small, f"{ours}, plain"), 1024),
+        (large, (large, f"{ours}, plain"), 64 * 96),
+    }
+    assert {case.workload.method for case in group.cases if case.variant.endswith("strips")} == {"strips"}
+    assert "large" not in plan("all", Options())
+
+
 def test_only_some_figures() -> None:
     (group,) = plan("attention", Options(), "shapes")["attention"]
     assert group.name == "model shapes"
@@ -154,5 +176,6 @@ def test_budgets() -> None:
         "shift": 10,
         "models": 18,
         "scaling": 7,
+        "large": 60,
     }
-    assert sum(default_budget(name, quick=False) for name in BENCHMARKS) == 4200
+    assert sum(default_budget(name, quick=False) for name in BENCHMARKS if name != "large") == 4200

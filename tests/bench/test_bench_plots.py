@@ -52,6 +52,16 @@ def test_files(style: str, unit: str, tmp_path: Path) -> None:
     assert draw(result(unmeasured, style=style), tmp_path / "attention") == []
 
 
+def test_lines_over_megapixels(drawn: Drawn) -> None:
+    """Seconds, and sizes of images as megapixels."""
+    figure = drawn(result(row(), row("tiled", 2.0, units=2_500_000, point="b"), unit="pixel"))
+    time = figure.axes[0]
+    assert time.get_title() == "forward: s, default allocator"
+    assert _lines(time)["tiled"][1] == [pytest.approx(0.6)]
+    assert time.get_xlabel() == "megapixels"
+    assert "2.5" in [label.get_text() for label in time.get_xticklabels()]
+
+
 def test_file_names_state_the_benchmark_once(tmp_path: Path) -> None:
     made = result(row())
     made.what = "all"

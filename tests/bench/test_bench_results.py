@@ -73,6 +73,20 @@ def test_no_speedup_without_the_baseline() -> None:
     assert "speedup" not in other.time["default"]
 
 
+def test_expected_memory_is_in_proportion_to_the_pixels() -> None:
+    """200 bytes at 54 pixels and 300 at 100 are known; 400 pixels would take 1200."""
+    known = [row(point="a"), row(factor=1.5, point="b", units=100), row("tiled", 9.0, point="b", units=100)]
+    large, other = Row(attention_case(point="c", units=400)), Row(attention_case("flex", point="c", units=400))
+    (group,) = result(*known, large, other, unit="pixel").groups
+    assert group.expected_extra(large) == 1200
+    assert group.expected_extra(other) == group.expected_extra(known[0]) == 0
+
+
+def test_memory_ratio() -> None:
+    (group,) = result(row(), row("tiled", 0.25), Row(attention_case("flex"))).groups
+    assert [group.memory_ratio(own) for own in group.rows] == [1, 0.25, None]
+
+
 def test_fraction_of_the_matrix_product() -> None:
     base, fast, matmul = row(), row("tiled", 0.25), row(LARGE_MATMUL, 2.0)
     group = result(base, fast, matmul).groups[0]
@@ -133,6 +147,7 @@ def test_file_format(tmp_path: Path) -> None:
     assert only.case.workload.model == "resnet18"
     assert only.per_unit("kept") == 0.25
     stored_result.save(path)
+    work["method"] = "plain"  # which it had no name for
     assert json.loads(path.read_text()) == stored
 
 

@@ -9,15 +9,18 @@ import pytest
 import torch
 from bench_builders import Clock
 
+from vision_longformer.bench import flops as flops_module
 from vision_longformer.bench import run as run_module
 from vision_longformer.bench.cases import (
     BATCHED_MATMUL,
     FORWARD,
     FORWARD_BACKWARD,
+    INFERENCE,
     LARGE_MATMUL,
     AttentionWorkload,
     Case,
     Group,
+    ModelWorkload,
 )
 from vision_longformer.bench.plans import Options
 from vision_longformer.bench.results import Result
@@ -127,12 +130,12 @@ def test_rows_are_timed_with_those_of_their_round_key_and_mode(workers: type[Fak
         _group(
             _case("tiled"),
             _case("flex", FORWARD_BACKWARD),
-            _case("shifted_chunk"),
+            _case("gathered_chunk"),
             _case("unfold_nn", side=28, round_key="b"),
         )
     )
     assert [variants for name, variants, _ in workers.requests if name == "default"] == [
-        ["tiled", "shifted_chunk"],
+        ["tiled", "gathered_chunk"],
         ["flex"],
         ["unfold_nn"],
     ]
@@ -173,13 +176,30 @@ def test_quick_runs_are_strict(workers: type[FakeWorkers]) -> None:
     """Two to fifteen rounds; what would begin after the time is not started, memory neither. The weights are 2 and
     2 · (1 + 8/56), so that the first has 42 s."""
     workers.seconds_per_request = 70.0
-    made = _run(_group(_case("tiled"), _case("shifted_chunk", FORWARD_BACKWARD, side=8)), quick=True)
+    made = _run(_group(_case("tiled"), _case("gathered_chunk", FORWARD_BACKWARD, side=8)), quick=True)
     budgets = [budget for name, _, budget in workers.requests if name == "default"]
     assert budgets == [Budget(pytest.approx(14), 2, 15, pytest.approx(21), True)]
     tiled, late = made.groups[0].rows
     assert tiled.reasons == [f"memory: {OUT_OF_TIME}"]
     assert late.time == {}
     assert late.reasons == [OUT_OF_TIME]
+
+
+def test_images_that_would_not_fit_are_not_tried(workers: type[FakeWorkers], monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 bytes for an image of 8×8 are 2e10 for one of 512,000×512,000; 2e10 of 2.2e10 free bytes are too many."""
+    monkeypatch.setattr(flops_module, "free_memory", lambda device: 2.2e10)
+    cases = []
+    for side in (8, 512_000):
+        point = f"{side}"
+        cases.append(Case(point, "m", INFERENCE, point, (point, "m"), side**2, ModelWorkload("m", side, side)))
+    group = Group("large", "images", "about", "lines", "pixel", tuple(cases))
+    *_, made = run("large", {"large": [group]}, Options(), budget=90.0)
+    small, large = made.groups[0].rows
+    assert (small.memory or {})["extra"] == 5
+    assert large.reasons == ["would need about 20.5 GB; 22.0 GB are free"]
+    assert large.time == {}
+    assert made.settings["allocators"] == ("default",)
+    assert {budget.min_rounds for _, _, budget in workers.requests if budget} == {3}
 
 
 def test_what_cannot_run_is_left_out(workers: type[FakeWorkers]) -> None:

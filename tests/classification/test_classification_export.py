@@ -40,7 +40,7 @@ class _Files:
             self.calls.append((path.name, len(images)))
             values = (images[:, 0, 0, 0] * 127.5 + 127.5).round().long()
             right = values % 3
-            predicted = torch.where(values < 2, (right + 1) % 3, right) if path.name == "worse" else right
+            predicted = torch.where(values < 2, (right + 1) % 3, right) if path.name == "worse.onnx" else right
             return (torch.eye(3)[predicted],)
 
         return ExportedClassifier(ExportedModel(run, {}), PREPARE, named=True)
@@ -48,7 +48,7 @@ class _Files:
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Files:
-    for name, length in (("good", 30), ("worse", 20)):
+    for name, length in (("good.onnx", 30), ("worse.onnx", 20)):
         (tmp_path / name).write_bytes(bytes(length))
     files = _Files()
     monkeypatch.setattr(export, "load_exported_classifier", files.load)
@@ -65,20 +65,20 @@ def test_each_file_is_first_on_every_other_batch(files: _Files, data: str, tmp_p
     """Fourteen images in batches of four: a warm-up of each, then four batches, the last of two images."""
     progress: list[tuple[int, int]] = []
     compare_exports(
-        tmp_path / "good",
-        tmp_path / "worse",
+        tmp_path / "good.onnx",
+        tmp_path / "worse.onnx",
         data,
         batch_size=4,
         workers=0,
         progress=lambda *done: progress.append(done),
     )
     warm_up, timed = files.calls[:2], files.calls[2:]
-    assert warm_up == [("good", 4), ("worse", 4)]
+    assert warm_up == [("good.onnx", 4), ("worse.onnx", 4)]
     assert timed == [
-        *[("good", 4), ("worse", 4)],
-        *[("worse", 4), ("good", 4)],
-        *[("good", 4), ("worse", 4)],
-        *[("worse", 2), ("good", 2)],
+        *[("good.onnx", 4), ("worse.onnx", 4)],
+        *[("worse.onnx", 4), ("good.onnx", 4)],
+        *[("good.onnx", 4), ("worse.onnx", 4)],
+        *[("worse.onnx", 2), ("good.onnx", 2)],
     ]
     assert progress == [(4, 14), (8, 14), (12, 14), (14, 14)]
 
@@ -87,10 +87,10 @@ def test_what_is_compared(files: _Files, data: str, tmp_path: Path, monkeypatch:
     """The second file is wrong about two of fourteen images. Batches of 8 and 6 take 1 s each by a clock of seconds."""
     clock = itertools.count()
     monkeypatch.setattr(export, "perf_counter", lambda: float(next(clock)))
-    comparison = compare_exports(tmp_path / "good", tmp_path / "worse", data, batch_size=8, workers=0)
+    comparison = compare_exports(tmp_path / "good.onnx", tmp_path / "worse.onnx", data, batch_size=8, workers=0)
     good, worse = comparison.before, comparison.after
     assert comparison.changed == 2
-    assert (good.path, good.bytes, worse.path, worse.bytes) == (tmp_path / "good", 30, tmp_path / "worse", 20)
+    assert (good.path, good.bytes, worse.path, worse.bytes) == (tmp_path / "good.onnx", 30, tmp_path / "worse.onnx", 20)
     assert (good.result.samples, good.result.top1, worse.result.top1) == (14, 100, pytest.approx(100 * 12 / 14))
     assert good.seconds == worse.seconds == pytest.approx((1 / 8 + 1 / 6) / 2)
     assert worse.result.loss > good.result.loss
@@ -127,6 +127,6 @@ def test_an_exported_backbone_is_no_classifier(tmp_path: Path) -> None:
 
 def test_bad_settings(files: _Files, data: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="batch_size is 0"):
-        compare_exports(tmp_path / "good", tmp_path / "worse", data, batch_size=0)
+        compare_exports(tmp_path / "good.onnx", tmp_path / "worse.onnx", data, batch_size=0)
     with pytest.raises(FileNotFoundError, match="there is no data nowhere"):
-        compare_exports(tmp_path / "good", tmp_path / "worse", "nowhere")
+        compare_exports(tmp_path / "good.onnx", tmp_path / "worse.onnx", "nowhere")

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from vision_longformer.classification.recipe import ClassificationRecipe
 from vision_longformer.classification.task import ClassificationTask
 from vision_longformer.cli.main import main
 from vision_longformer.data.images import ImageError
+from vision_longformer.data.order import Process
 from vision_longformer.data.sources import ArraySource
 from vision_longformer.training.checkpointer import latest_checkpoint, load_state
 from vision_longformer.training.distributed import make_accelerator
@@ -157,7 +159,7 @@ def test_loss_of_mixed_labels(images: Path, micro_batch_index: int, share: float
 
 def test_each_process_mixes_by_its_own_draw(images: Path) -> None:
     task, model = task_of(images, seed=3, mixup=0.8), Fixed(LOGITS)
-    task.accelerator = SimpleNamespace(process_index=1)  # type: ignore[assignment]
+    task.batching = replace(task.batching, process=Process(1, 2))
     task.loss(model, pair(), 0)
     assert model.images[0, 0, 0, 0].item() == pytest.approx(0.10308180831768565, rel=1e-6)
 
@@ -175,10 +177,13 @@ def test_cutmix_weighs_labels_by_the_area_that_stays(images: Path) -> None:
     assert len(shares) == 5
 
 
-def test_images_that_cannot_be_paired_are_refused(images: Path) -> None:
-    with pytest.raises(ValueError, match="a process takes 3 images at once, of a batch_size of 6; Mixup and CutMix"):
-        task_of(images, batch_size=6, accumulate=2, mixup=0.8)
-    assert task_of(images, batch_size=6, accumulate=2).batches_per_epoch == 16
+@pytest.mark.parametrize(("mixup", "sizes"), [(0.0, [3, 3, 3]), (0.8, [2, 4, 2])])
+def test_images_that_are_mixed_stay_in_pairs(images: Path, mixup: float, sizes: list[int]) -> None:
+    task = task_of(images, batch_size=6, accumulate=2, mixup=mixup)
+    assert task.batches_per_epoch == 16
+    assert [len(labels) for _, labels in islice(task.batches(0, 0), 3)] == sizes
+    with pytest.raises(ValueError, match="batch_size 2 cannot be shared by 1 process × accumulate 2; use 4 or more"):
+        task_of(images, batch_size=2, accumulate=2, mixup=0.8)
 
 
 def test_features_are_redrawn_less_and_less_often() -> None:
@@ -333,10 +338,10 @@ def test_a_run_from_the_command_line(images: Path, tmp_path: Path, capsys: pytes
         (["quickstart", "--lr", "fast"], "lr is 'fast'; it must be a number"),
         (["quickstart", "--data", "nowhere"], "nowhere"),
         (["quickstart", "--precision", "fp16"], "precision fp16 needs a GPU"),
-        (["quickstart", "--batch_size", "10", "--accumulate", "4"], "batch_size 10 is not divisible by 1 processes"),
+        (["quickstart", "--batch_size", "10", "--accumulate", "6"], "batch_size 10 cannot be shared by 1 process ×"),
         (["quickstart", "--resume", "x"], "--resume continues a run as it was started"),
-        (["--resume", "nowhere"], "nowhere is not a run"),
-        (["quickstart", "--init", "nowhere.safetensors"], "there is no file nowhere.safetensors"),
+        (["--resume", "nowhere"], "there is no directory nowhere; give that of a run"),
+        (["quickstart", "--init", "nowhere.safetensors"], "there is no file or run directory nowhere.safetensors"),
         (["quickstart", "--mixup", "1", "--batch_size", "9"], "must be even"),
     ],
 )

@@ -104,7 +104,8 @@ def test_in_memory_epochs_resume_bit_for_bit(arrays: Path, crop: str) -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_a_step_sees_the_same_with_one_process_and_with_two(arrays: Path, in_memory: bool, accumulate: int) -> None:
-    recipe = image_recipe(arrays, accumulate=accumulate, repeats=2, **(IN_MEMORY if in_memory else {"erase": 0.5}))
+    plain = {"accumulate": accumulate, "repeats": 2, "mixup": 0.0, "cutmix": 0.0}
+    recipe = image_recipe(arrays, **plain, **(IN_MEMORY if in_memory else {"erase": 0.5}))
     alone = list(train_set_of(recipe).batches(2))
     first, second = (list(train_set_of(recipe, rank, 2).batches(2)) for rank in (0, 1))
     assert len(alone) == len(first) == len(second) == 3 * accumulate
@@ -226,7 +227,7 @@ def test_in_memory_is_for_arrays(folder: Path) -> None:
 
 
 def test_batches_that_cannot_be_divided(folder: Path) -> None:
-    with pytest.raises(ValueError, match="batch_size 4 is not divisible by 3 processes × accumulate 1; use 3"):
+    with pytest.raises(ValueError, match="batch_size 4 cannot be shared by 3 processes × accumulate 1; use 6 or more"):
         train_set_of(image_recipe(folder), 0, 3)
     with pytest.raises(ValueError, match="batch_size is 16, but there are only 12 images to train on"):
         train_set_of(image_recipe(folder, batch_size=16))

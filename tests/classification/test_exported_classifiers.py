@@ -198,7 +198,7 @@ def test_a_fixed_size_is_kept_to(checkpoint: Path, photo: Path, tmp_path: Path, 
     output = tmp_path / "fixed.pt2"
     _vil("export", checkpoint, output, "--format", "pt2", "--size", "24x40")
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.split()[:1] == ["24×40"] for line in lines) == 2
+    assert [line.split()[:3] for line in lines if "24×40" in line] == [["2", "of", "24×40"], ["1", "of", "24×40"]]
     assert lines[-1].startswith(f"wrote {output}: 0.")
     classifier = load_exported_classifier(output)
     assert classifier.preprocessing == Preprocessing(**{**PREPARE.to_dict(), "size": (24, 40)})
@@ -211,7 +211,7 @@ def test_a_fixed_size_is_kept_to(checkpoint: Path, photo: Path, tmp_path: Path, 
     assert not [name for name in targets if "vision_longformer" in name], "a file must run without this package"
     with pytest.raises(ValueError, match=r"fixed\.pt2 takes images of 24×40 only; export with --dynamic"):
         predict(output, [photo], size=32)
-    with pytest.raises(FileExistsError, match=r"fixed\.pt2 exists"):
+    with pytest.raises(FileExistsError, match=r"fixed\.pt2 exists; .* or replace it with --overwrite"):
         _vil("export", checkpoint, output, "--format", "pt2")
 
 

@@ -91,10 +91,10 @@ def test_processes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs.add(logits[7:], labels[7:])
     sent: list[Tensor] = []
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(distributed, "all_reduce", sent.append)
+    monkeypatch.setattr(distributed, "all_reduce", lambda part, group: sent.append(part))
     theirs.reduce()
     arriving = iter(sent)
-    monkeypatch.setattr(distributed, "all_reduce", lambda part: part.add_(next(arriving)))
+    monkeypatch.setattr(distributed, "all_reduce", lambda part, group: part.add_(next(arriving)))
     ours.reduce()
     got, expected = ours.result(), _meter(logits, labels)
     assert got[:3] == expected[:3]

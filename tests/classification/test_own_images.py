@@ -14,10 +14,12 @@ from PIL import Image
 from vision_longformer import load, save
 from vision_longformer.classification import evaluate, train
 from vision_longformer.classification.dataset import open_splits
+from vision_longformer.classification.estimate import run_summary
 from vision_longformer.classification.own_images import derive_settings
 from vision_longformer.classification.recipe import ClassificationRecipe
 from vision_longformer.classification.task import ClassificationTask
 from vision_longformer.cli.main import main
+from vision_longformer.hub import save_pretrained
 from vision_longformer.models import VisionLongformer
 from vision_longformer.models.zoo import model_config
 from vision_longformer.training.recipe import load_recipe, resolve
@@ -151,6 +153,27 @@ def test_images_are_held_out_where_there_is_no_split(colours: Path, tmp_path: Pa
     assert [len(part) for part in open_splits(asked)[:2]] == [9, 3]  # type: ignore[arg-type]
 
 
+def test_a_single_class_is_refused(colours: Path, tmp_path: Path) -> None:
+    """As in the folder above the one with classes."""
+    (tmp_path / "photos").symlink_to(colours)
+    with pytest.raises(
+        ValueError, match="has a single class, 'photos': nothing to learn; give the folder that holds a"
+    ):
+        derive_settings({"data": str(tmp_path)})
+
+
+def test_doubtful_images_are_said_at_the_start(tmp_path: Path) -> None:
+    """Three loose images, two of one class and one of another, which cannot be held out."""
+    for name in ("1.png", "2.png", "3.png", "4.png", "cat/1.png", "cat/2.png", "dog/1.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / name)
+    recipe = ClassificationRecipe(data=str(tmp_path), batch_size=2, model="vision_longformer_micro", image_size=32)
+    rows = run_summary(recipe, open_splits(recipe), "random weights")
+    assert rows["warning"] == (
+        "most images (4) lie outside of class folders, and are not used; not in the evaluation images: dog"
+    )
+
+
 # The command
 
 
@@ -229,12 +252,22 @@ def test_weights_of_a_run_bring_its_split(run: tuple[Path, str], colours: Path, 
     assert len(moved.split.train) == 75 - 9
     few = write_colours(tmp_path / "few", 5)
     other = open_splits(ClassificationRecipe(data=str(few), batch_size=2, init=str(run[0]), seed=5))
-    assert other.how == "held out from the training images"
+    assert other.how.startswith("held out anew: most of the images that the starting weights were trained on are not")
+
+
+def test_a_folder_of_a_run_brings_its_split(run: tuple[Path, str], colours: Path, tmp_path: Path) -> None:
+    folder = save_pretrained(run[0], tmp_path / "my_classifier")
+    same = open_splits(ClassificationRecipe(data=str(colours), batch_size=2, init=str(folder), seed=5))
+    assert same.split is not None
+    assert list(same.split.evaluation) == json.loads((run[0] / "split.json").read_text())["evaluation"]
+    assert same.how == "held out as by the run that it starts from"
 
 
 def test_what_a_checkpoint_elsewhere_is_evaluated_on(run: tuple[Path, str], tmp_path: Path) -> None:
     alone = save(load(run[0]), tmp_path / "alone.safetensors")
-    with pytest.raises(ValueError, match="is not in a run directory, which would name its data; give --data DATA"):
+    with pytest.raises(
+        ValueError, match=r"is not in a run directory.* give --data DATA\. .* RUN/best\.onnx by default"
+    ):
         evaluate(alone)
 
 

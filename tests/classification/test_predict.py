@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ from builders import SMALL_MODELS, build
 from PIL import Image
 from timm.data import create_transform
 
-from vision_longformer import VisionLongformer, save
+from vision_longformer import VisionLongformer, model_config, save
 from vision_longformer.classification.model import load_classifier
 from vision_longformer.classification.predict import predict
 from vision_longformer.classification.preprocessing import Preprocessing
@@ -21,6 +24,9 @@ from vision_longformer.cli.parser import Group, run_command
 from vision_longformer.cli.predict import predict as predict_command
 from vision_longformer.data.images import ImageError, decode_image
 from vision_longformer.errors import CheckpointError
+from vision_longformer.large.memory import free_memory
+
+predict_module = importlib.import_module("vision_longformer.classification.predict")
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 PREPARE = Preprocessing((64, 64), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3), 0.9, "bicubic", CLASSES)
@@ -51,6 +57,35 @@ def test_predict_is_the_model_by_hand(checkpoint: Path, photo: Path) -> None:
     assert prediction.file == str(photo)
     assert prediction.labels == tuple(CLASSES[index] for index in order)
     assert prediction.probabilities == pytest.approx([chances[index] for index in order], rel=1e-5)
+
+
+def test_an_image_that_would_not_fit_is_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ViL-Nano's first map has 256×256 tokens of 32 channels: at 15 numbers of 4 bytes for each channel 126 MB, and
+    about 70 more for tokens, headroom and libraries."""
+    config = model_config("vision_longformer_nano")
+    photo, path = _photo(tmp_path / "photo.png"), save(VisionLongformer(config), tmp_path / "nano.safetensors")
+    (plain,) = predict(path, [photo], size=1024)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(predict_module, "free_memory", lambda device: 100_000_000)
+    main(["predict", str(path), str(photo), "--size", "1024", "--json"])
+    output, errors = capsys.readouterr()
+    assert re.fullmatch(
+        r"1024×1024 pixels at once need about (19|20)\dMB, but 100MB are free: they are computed strip by strip\n",
+        errors,
+    )
+    (streamed,) = json.loads(output)
+    assert tuple(streamed["labels"]) == plain.labels
+    assert streamed["probabilities"] == pytest.approx(plain.probabilities, rel=1e-4)
+    monkeypatch.setattr(predict_module, "free_memory", lambda device: 30_000_000)
+    with pytest.raises(ValueError, match="is too small for an image of 1024×1024; it needs"):
+        predict(path, [photo], size=1024)
+
+
+def test_free_memory_is_that_of_the_machine() -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 10**7 < free_memory(torch.device("cpu")) <= total
 
 
 def test_all_probabilities_sum_to_one(checkpoint: Path, photo: Path) -> None:
@@ -158,6 +193,9 @@ def test_predict_command(checkpoint: Path, photo: Path, tmp_path: Path, capsys: 
         printed = [row for row in rows[at : at + 6] if row and row[0] in CLASSES]
         pairs = zip(prediction.labels, prediction.probabilities, strict=True)
         assert printed == [[label, f"{100 * probability:.2f}"] for label, probability in pairs]
+    _vil("predict", checkpoint, photo, second, "--top", 1)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if str(tmp_path) in line]
+    assert rows == [[one.file, one.labels[0], f"{100 * one.probabilities[0]:.2f}"] for one in expected]
     _vil("predict", checkpoint, "--json", photo, second, "--top=2", "--picture", tmp_path / "out")
     data = json.loads(capsys.readouterr().out)
     assert [(row["file"], tuple(row["labels"]), tuple(row["probabilities"])) for row in data] == [

@@ -168,15 +168,20 @@ def test_ctrl_c_ends_with_130() -> None:
 
 
 def test_a_signal_in_training_ends_with_128_and_its_number(tmp_path: Path) -> None:
-    """A checkpoint is saved, and the last line is the command that resumes the run."""
-    settings = ["--steps", "100000", "--log-every", "1", "--workers", "0", "--batch-size", "2"]
+    """A checkpoint is saved, and the last line is the command that resumes the run.
+
+    The signal goes to all processes, as from ``timeout``: the one that loads data leaves it to the other.
+    """
+    settings = ["--steps", "100000", "--log-every", "1", "--in-memory", "false", "--workers", "1", "--batch-size", "2"]
     command = [*VIL, "train", "quickstart", "--output", "run", *settings]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         metrics = tmp_path / "run" / "metrics.jsonl"
         while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
         assert process.stderr is not None
         last = process.stderr.read().splitlines()[-1]
         assert process.wait() == 143

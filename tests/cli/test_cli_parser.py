@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -58,10 +58,12 @@ class _Wet:
     Args:
         drops: how many; None for any number.
         stir: with a spoon.
+        thin: with water, or with oil.
     """
 
     drops: int | None = None
     stir: bool = False
+    thin: bool | Literal["oil"] = False
 
 
 @dataclass
@@ -83,7 +85,7 @@ class _Colour(_Wet):
 
 
 @settings_from(
-    lambda: Settings(_Colour, "Of paint.", {"wet settings": ("drops", "stir", "no_field"), "dry": ("parts",)})
+    lambda: Settings(_Colour, "Of paint.", {"wet settings": ("drops", "stir", "thin", "no_field"), "dry": ("parts",)})
 )
 def _mix(recipe: str | None = None, /, *, dry_run: bool = False, **settings: str) -> None:
     """Mix."""
@@ -91,6 +93,14 @@ def _mix(recipe: str | None = None, /, *, dry_run: bool = False, **settings: str
 
 
 GROUP = Group("Art.", {"oil": Group("Oil.", {"paint": _paint}), "mix": _mix})
+
+
+def test_a_group_that_is_a_command_too() -> None:
+    """Its own commands come first; anything else is for the function, also nothing at all."""
+    group = Group("Art.", {"mix": Group("Mixing.", {"oil": _mix}, otherwise=_mix)})
+    for words in (["oil", "blue"], ["blue"], [], ["--dry-run"]):
+        run_command("art", group, ["mix", *words], "0")
+    assert CALLS == [(("blue", False), {}), (("blue", False), {}), ((None, False), {}), ((None, True), {})]
 
 
 @pytest.fixture(autouse=True)
@@ -202,6 +212,11 @@ def test_booleans(words: list[str], given: dict[str, bool]) -> None:
         (["--stir"], {"stir": "true"}),
         (["--no-shake", "--stir", "true"], {"shake": "false", "stir": "true"}),
         (["--stir=false", "--shake", "false"], {"stir": "false", "shake": "false"}),
+        (["--thin"], {"thin": "true"}),
+        (["--no-thin"], {"thin": "false"}),
+        (["--thin", "oil"], {"thin": "oil"}),
+        (["--thin=oil", "--stir"], {"thin": "oil", "stir": "true"}),
+        (["--thin", "false"], {"thin": "false"}),
     ],
 )
 @pytest.mark.parametrize("last", [True, False])
@@ -223,7 +238,7 @@ def test_help_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
     wet, dry = text.index("wet settings: Of paint."), text.index("dry: --parts")
     other = text.index("other settings:")
     assert wet < dry < other
-    assert "--drops N how many; null for any number. --stir, --no-stir with a spoon. dry:" in text
+    assert "--drops N how many; null for any number. --stir, --no-stir with a spoon. --thin [oil] with" in text
     assert "--parts [X,...] of all colours. (default: [1, 0.5])" in text
     assert (
         "--red X how much red. (default: 0.3333) --shake, --no-shake with 100% of one's force. (default: true)" in text

@@ -85,7 +85,7 @@ def test_automatic_choice_executes_least(size: tuple[int, int]) -> None:
     assert auto.total < chunk.total
 
 
-@pytest.mark.parametrize("implementation", OPERATORS)
+@pytest.mark.parametrize("implementation", sorted(set(OPERATORS) & set(IMPLEMENTATIONS)))
 def test_attention_of_a_kernel_by_hand(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A 3×5 map in chunks of 2, one global token, one head; no kernel need be built or installed to be counted."""
     monkeypatch.setattr(cpu, "UNAVAILABLE", None)
@@ -100,7 +100,7 @@ def test_attention_of_a_kernel_by_hand(implementation: str, monkeypatch: pytest.
 def test_every_operator_has_a_formula() -> None:
     formulas = operator_formulas()
     assert set(formulas) == {
-        getattr(torch.ops.vision_longformer, name) for name in ("tiled", "fused_cpu", "triton_gpu")
+        getattr(torch.ops.vision_longformer, name) for name in ("tiled", "fused_cpu", "triton_gpu", "triton_rows")
     }
 
 
@@ -110,9 +110,26 @@ def test_flops_of_an_operator_by_hand() -> None:
     q, k = (3, 15, 2, 4), (3, 16, 2, 4)
     given = (q, k, k, None, None, None, 3, 5, 2, "exact", "all")
     small_maps = 6 * 6 + 4 * 4 + 3 * 3 + 2 * 2
-    assert formula(*given, [1], 0.5, out_shape=(q, q)) == 2 * 2 * 3 * 4 * (2 * 189 + 2 * 15)
-    assert formula(*given, [2], 0.5, out_shape=(q, q)) == 2 * 2 * 3 * 4 * (2 * small_maps + 2 * 15)
-    assert formula(*given, [1, 2], 0.5, out_shape=(q, q)) == 2 * 2 * 3 * 4 * (189 + small_maps + 2 * 15)
+    assert formula(*given, [1], 0.5, [], out_shape=(q, q)) == 2 * 2 * 3 * 4 * (2 * 189 + 2 * 15)
+    assert formula(*given, [2], 0.5, [], out_shape=(q, q)) == 2 * 2 * 3 * 4 * (2 * small_maps + 2 * 15)
+    assert formula(*given, [1, 2], 0.5, [], out_shape=(q, q)) == 2 * 2 * 3 * 4 * (189 + small_maps + 2 * 15)
+
+
+def test_flops_of_all_rows_by_hand() -> None:
+    """As above with two global tokens: 15 local queries see both, and both see all 17 tokens."""
+    formula = operator_formulas()[torch.ops.vision_longformer.triton_rows]
+    qkv, out = (3, 17, 3, 2, 4), (3, 17, 2, 4)
+    given = (qkv, None, None, None, None, 3, 5, 2, "chunk", "all", [1], 0.5, [])
+    assert formula(*given, out_shape=(out, out)) == 2 * 2 * 3 * 4 * 2 * (189 + 15 * 2 + 2 * 17)
+
+
+def test_flops_of_a_band_by_hand() -> None:
+    """The first chunk row of a 3×5 map in chunks of 2 sees one row of five below: 2·3 pairs of rows, 21 of columns."""
+    formula = operator_formulas()[torch.ops.vision_longformer.tiled]
+    q, k = (3, 10, 2, 4), (3, 16, 2, 4)
+    given = (q, k, k, None, None, None, 2, 5, 2, "chunk", "all", [1], 0.5, [0, 1])
+    columns = 2 * 4 + 2 * 5 + 1 * 3
+    assert formula(*given, out_shape=(q, q)) == 2 * 2 * 3 * 4 * (2 * 2 * 3 * columns + 2 * 10)
 
 
 def test_pairs_of_other_rules() -> None:
@@ -121,6 +138,8 @@ def test_pairs_of_other_rules() -> None:
     assert block_pairs(grid, 2, "chunk", "self") == (4 + 1) * (4 + 4 + 1)
     assert block_pairs(grid, 2, "chunk", "one") == 45 + (189 - 45) // 8
     assert block_pairs(grid, 2, "cyclic") == 15 * 9 * 4
+    assert block_pairs(grid, 2, "cyclic", halo=(1, 2)) == 15 * 9 * 4
+    assert block_pairs(grid, 2, "cyclic", halo=(1, 0)) == (2 * 6 + 1 * 4) * 5 * 6
 
 
 def test_an_operator_of_unknown_cost_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

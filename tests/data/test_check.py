@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,22 @@ def test_every_problem(folder: Path) -> None:
         ),
         Problem("train", "", "class 'fox' is missing; validation has it"),
     ]  # fmt: skip
+
+
+def test_a_wrong_level_of_folders(folder: Path, tmp_path: Path) -> None:
+    """The folder above is one class; what lies beside the class folders is more than what lies in them."""
+    remedy = "give the folder that holds a folder of images for each class"
+    (folder / "train").rename(tmp_path / "outer")
+    shutil.rmtree(folder)
+    (tmp_path / "outer" / "loose.jpg").unlink()
+    (one,) = check_images(str(tmp_path), workers=0).problems
+    assert one == Problem("train", "", f"has a single class, 'outer'; {remedy}")
+    for number in range(5):
+        (tmp_path / "outer" / f"{number}.png").write_bytes(b"")
+    assert check_images(str(tmp_path / "outer"), workers=0).problems == [
+        Problem("train", "", f"5 images lie outside of class folders, and 4 in them; {remedy}"),
+        Problem("train", "", "class 'dog' has a single image, so that none can be held out for evaluation"),
+    ]
 
 
 def test_other_forms_of_data(tmp_path: Path) -> None:

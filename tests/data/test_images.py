@@ -150,15 +150,18 @@ def test_large_images_below_the_limit_are_no_bombs() -> None:
         decode_image(_bomb(10_000, 10_000))
 
 
-def test_files_that_paths_stand_for(tmp_path: Path) -> None:
-    """Of a folder its own images, whatever the case of their names' ends, in order of the names."""
+def test_files_that_paths_stand_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a folder all images in it and its folders, whatever the case of their names' ends, in order of the names."""
     folder = tmp_path / "album"
     (folder / "inner").mkdir(parents=True)
-    for name in ("b.JPG", "a.png", "notes.txt", "inner/c.png"):
+    (folder / ".trash").mkdir()
+    for name in ("b.JPG", "a.png", "notes.txt", "inner/c.png", ".trash/d.png", ".e.png"):
         (folder / name).write_bytes(b"")
     single = tmp_path / "single.weird"
     single.write_bytes(b"")
-    assert image_files([single, folder]) == [single, folder / "a.png", folder / "b.JPG"]
+    with caplog.at_level("INFO"):
+        assert image_files([single, folder]) == [single, *(folder / name for name in ("a.png", "b.JPG", "inner/c.png"))]
+    assert caplog.messages == [f"ignored in {folder}: 1 .txt"]
     with pytest.raises(FileNotFoundError, match=r"there is no image .*nowhere\.jpg"):
         image_files([folder, "nowhere.jpg"])
     (tmp_path / "empty").mkdir()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
+import subprocess
 import weakref
 from collections.abc import Iterator
 
@@ -48,6 +50,19 @@ def test_users_mistakes_arrive_as_they_were_raised(workers: int) -> None:
 def test_other_mistakes_are_not_hidden(workers: int) -> None:
     with pytest.raises(TypeError):
         list(BatchLoader(_square, [2, "three"], workers))
+
+
+def test_workers_leave_signals_to_the_main_process() -> None:
+    """A SIGTERM of another process, such as ``timeout``, does not end them; that of the main process does."""
+    loader = BatchLoader(_square, range(100), 1)
+    batches = iter(loader)
+    (worker,) = {next(batches)[1]}
+    subprocess.run(["kill", str(worker)], check=True)
+    assert [square for square, _ in batches] == [number**2 for number in range(1, 100)]
+    (process,) = (process for process in multiprocessing.active_children() if process.pid == worker)
+    process.terminate()
+    process.join(10)
+    assert process.exitcode == 0
 
 
 def _numbers(worker: int, workers: int) -> Iterator[int]:

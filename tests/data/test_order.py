@@ -51,11 +51,28 @@ def test_processes_take_consecutive_parts_and_cut_them_into_micro_batches() -> N
     assert [first.micro_batches(samples) for samples in (12, 23, 24)] == [3, 3, 6]
 
 
+def test_a_batch_that_three_processes_cannot_share_evenly() -> None:
+    """Eight samples in three shares; two shares in three parts each; and in pairs."""
+    uneven = [Batching(8, 1, Process(rank, 3)) for rank in range(3)]
+    assert [part.positions(1) for part in uneven] == [range(8, 10), range(10, 13), range(13, 16)]
+    assert [part.weight(1) for part in uneven] == [0.75, 1.125, 1.125]
+    assert [part.micro_batch_size for part in uneven] == [3, 3, 3]
+    first, second = (Batching(8, 3, Process(rank, 2)) for rank in (0, 1))
+    assert [first.positions(index) for index in range(3)] == [range(0, 1), range(1, 2), range(2, 4)]
+    assert [second.positions(index) for index in range(3)] == [range(4, 5), range(5, 6), range(6, 8)]
+    assert [second.part(index) for index in (0, 2, 4)] == [(0, 3), (0, 5), (1, 4)]
+    assert sum(share.weight(index) for share in (first, second) for index in range(3)) == 6
+    pairs = [Batching(8, 1, Process(rank, 3), multiple_of=2).positions(0) for rank in range(3)]
+    assert pairs == [range(0, 2), range(2, 4), range(4, 8)]
+
+
 def test_batches_that_cannot_be_divided() -> None:
-    with pytest.raises(ValueError, match="batch_size 4 is not divisible by 3 processes × accumulate 1; use 3"):
-        Batching(4, 1, Process(0, 3))
-    with pytest.raises(ValueError, match="batch_size 4 is not divisible by 2 processes × accumulate 3; use 6"):
+    with pytest.raises(ValueError, match="batch_size 4 cannot be shared by 5 processes × accumulate 1; use 5 or more"):
+        Batching(4, 1, Process(0, 5))
+    with pytest.raises(ValueError, match="batch_size 4 cannot be shared by 2 processes × accumulate 3; use 6 or more"):
         Batching(4, 3, Process(0, 2))
+    with pytest.raises(ValueError, match="batch_size 4 cannot be shared by 3 processes × accumulate 1; use 6 or more"):
+        Batching(4, 1, Process(0, 3), multiple_of=2)
     with pytest.raises(ValueError, match="batch_size is 16, but there are only 12 images to train on"):
         Batching(16, 1, Process()).micro_batches(12)
 

@@ -55,6 +55,10 @@ def test_places_without_annotations(tmp_path: Path) -> None:
         open_detection(str(tmp_path / "nowhere"), "train")
     with pytest.raises(FileNotFoundError, match=r"has no annotations of split 'train'; they should be in annotations/"):
         open_detection(str(tmp_path), "train")
+    (tmp_path / "train.json").write_text("{}")
+    message = r"split 'validation'; it has 'train' \(train\.json\), which --split train takes to evaluate on"
+    with pytest.raises(FileNotFoundError, match=message):
+        open_detection(str(tmp_path), "validation")
     for text, message in (
         ("{", "is not valid JSON"),
         ("[]", "not in COCO's format: there is no list of images"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from builders import SMALL_MODELS
 
 from vision_longformer.detection.config import DetectorConfig
 from vision_longformer.detection.detectors import build_detector
+from vision_longformer.detection.recipe import DetectionRecipe
+from vision_longformer.training.recipe import resolve
 
 
 def test_defaults_are_the_papers() -> None:
@@ -38,7 +41,7 @@ def test_configuration_survives_json() -> None:
         ({"backbone": "resnet_18"}, "unknown backbone 'resnet_18'; did you mean 'resnet18'"),
         ({"backbone_options": {"drop_path": 0.1}}, "unknown model option 'drop_path'; did you mean"),
         ({"backbone_options": {"stages": [object()]}}, "backbone_options must be plain data"),
-        ({"levels": (4, 5)}, "vil has 4 stages; give levels up to 4"),
+        ({"levels": (4, 5)}, "but the backbone (vil) has 4 stages; give levels up to 4"),
         ({"levels": (2, 1)}, "give stages that follow one another"),
         ({"levels": ()}, "levels is empty"),
         ({"num_classes": 0}, "num_classes is 0; it must be an integer of at least 1"),
@@ -50,7 +53,7 @@ def test_configuration_survives_json() -> None:
 )
 def test_refused_configurations(changes: dict[str, Any], message: str) -> None:
     data = {"kind": "mask_rcnn", "backbone": "vil", "num_classes": 3}
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         DetectorConfig.from_dict({**data, **changes})
 
 
@@ -58,8 +61,18 @@ def test_levels_of_a_changed_backbone() -> None:
     """Stages are counted in the backbone as its options make it."""
     stages = SMALL_MODELS["vil"].to_dict()["stages"]
     assert DetectorConfig("mask_rcnn", "vil", 3, {"stages": [*stages, stages[-1]]}, levels=(4, 5)).stages == (4, 5)
-    with pytest.raises(ValueError, match="vil has 3 stages; give levels up to 3"):
+    with pytest.raises(ValueError, match=r"\(vil, changed: stages \(.*\)\) has 3 stages; give levels up to 3"):
         DetectorConfig("mask_rcnn", "vil", 3, {"stages": stages[:3]})
+
+
+def test_backbone_in_words() -> None:
+    """What training sets makes no other backbone, what is cut away does; timm's is just named."""
+    tiny = DetectorConfig("retinanet", "vision_longformer_tiny", 3, {"drop_path_rate": 0.2, "neighbours": "random"})
+    assert tiny.backbone_in_words == "vision_longformer_tiny"
+    small = resolve(DetectionRecipe, "quickstart").detector_config(3)
+    expected = "vision_longformer_tiny, changed: stages (blocks 1, 1, 2, 1; channels 48, 96, 192, 384)"
+    assert small.backbone_in_words == expected
+    assert DetectorConfig("retinanet", "resnet18", 3).backbone_in_words == "resnet18"
 
 
 def test_missing_fields_are_named() -> None:

@@ -13,9 +13,11 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
+from vision_longformer.cli import export as export_command
 from vision_longformer.cli.detect.predict import detect_predict
 from vision_longformer.cli.export import export
 from vision_longformer.detection import export as detection_export
+from vision_longformer.detection.backbone import ImageTransform
 from vision_longformer.detection.checkpoint import save_detector
 from vision_longformer.detection.config import DETECTORS, DetectorConfig
 from vision_longformer.detection.detectors import build_detector
@@ -29,7 +31,7 @@ from vision_longformer.detection.export import (
 )
 from vision_longformer.errors import CheckpointError
 from vision_longformer.export.runtime import ExportedModel
-from vision_longformer.export.verify import ExportError, compare
+from vision_longformer.export.verify import Difference, ExportedFile, ExportError, compare
 from vision_longformer.export.writers import trace
 from vision_longformer.models import zoo
 
@@ -209,6 +211,31 @@ def test_images_are_fitted_into_the_size_of_a_file() -> None:
     assert (rows.min(), rows.max(), columns.min(), columns.max()) == (10, 19, 10, 29)
 
 
+def test_an_image_has_the_size_that_the_detector_gives_it() -> None:
+    """Limits of 32 make 32 × 19.61 of 31×19, which torchvision rounds down; a file of 24×24 is too small for that."""
+    config = {**DetectorConfig("retinanet", "vil", 3).to_dict(), "min_size": [32], "max_size": 32}
+    files = [ExportedDetector(exported_model((), [], config=config, size=[side, side])) for side in (32, 64, 24)]
+    assert [one.resized_size(31, 19) for one in files] == [(32, 19), (32, 19), (24, 15)]
+    (resized,) = ImageTransform(32, 32, [0.5] * 3, [1.0] * 3).eval()([torch.zeros(3, 31, 19)])[0].image_sizes
+    assert resized == (32, 19)
+
+
+def test_the_command_tells_what_becomes_of_images_of_other_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**DetectorConfig("retinanet", "vil", 3).to_dict(), "min_size": [320, 384], "max_size": 512}
+    (tmp_path / "d.pt2").touch()
+    metadata = {"kind": "detector", "config": config, "size": (384, 384)}
+    written = ExportedFile(tmp_path / "d.pt2", metadata, (Difference((3, 384, 384), 1e-7, 1.0),))
+    monkeypatch.setattr(export_command, "_export", lambda *_, **__: written)
+    export("d.safetensors", str(tmp_path / "d.pt2"), format="pt2", overwrite=True)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "it takes images of 384×384; those of another shape are padded, so that scores differ slightly from the "
+        "checkpoint's. If yours have one shape, export with --size HEIGHTxWIDTH, their size when they are scaled to at "
+        "most 384 on the shorter and 512 on the longer side"
+    )
+
+
 def test_a_file_is_judged_by_the_detector_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by what is traced: a graph that finds something else is noticed."""
 
@@ -252,7 +279,10 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"broken\.onnx is not a valid \.onnx file"):
         open_detector(tmp_path / "broken.onnx")
     for metadata, message in (
-        ({"kind": "classifier"}, r"x\.onnx is an exported classifier; a detector was asked for"),
+        (
+            {"kind": "classifier"},
+            r"x\.onnx is a classifier, which is for 'vil predict' and .*; a detector was asked for",
+        ),
         ({"size": [0, 5]}, r"x\.onnx does not describe its detector \(image size is"),
         ({"padding": [0.5]}, r"x\.onnx does not describe its detector"),
     ):

@@ -28,6 +28,7 @@ def test_objects_are_drawn_where_they_are() -> None:
     colour = np.array(COLOURS[1])
     assert drawn.shape == (800, 1000, 3)
     assert drawn[400, 401].tolist() == colour.tolist()
+    assert drawn[400, 398:405].tolist() == [[100] * 3, [255] * 3, *[colour.tolist()] * 3, [255] * 3, [100] * 3]
     assert drawn[400, 500].tolist() == pytest.approx((0.42 * colour + 0.58 * 100).tolist(), abs=2)
     assert drawn[310, 410].tolist() == [100, 100, 100]
     name = drawn[278:299, 400:450].reshape(-1, 3)
@@ -53,8 +54,11 @@ def test_names_stay_inside_the_picture() -> None:
     image = Image.new("RGB", (900, 900), "black")
     seen = []
     for box in ((400, 400, 420, 420), (0, 0, 20, 20), (890, 880, 900, 900), (880, 0, 900, 20)):
-        drawn = np.asarray(draw_detections(image, [Detection(box, 1, 0.5)], ["a rather long name"]))
-        seen.append(int((drawn > 200).all(2).sum()))
+        whites = []
+        for name in ("a rather long name", " " * 18):  # the outline of the box is white, too
+            drawn = np.asarray(draw_detections(image, [Detection(box, 1, nan)], [name]))
+            whites.append(int((drawn > 200).all(2).sum()))
+        seen.append(whites[0] - whites[1])
     assert seen[0] > 100
     assert seen[1:] == pytest.approx([seen[0]] * 3, rel=0.1)
 

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 import torch
-from builders import build, write_coco, write_detector
+import zarr
+from builders import build, small_detector, write_coco, write_detector
 from PIL import Image
+from pycocotools import mask as rle
 from torch import Tensor, nn
 
 from vision_longformer import save
 from vision_longformer.cli.detect.predict import detect_predict
+from vision_longformer.detection import load_detector, save_detector
+from vision_longformer.detection import predict as prediction_module
 from vision_longformer.detection.detections import Detection
 from vision_longformer.detection.pictures import DRAWN
-from vision_longformer.detection.predict import Tile, merge, predict_image, tiles
+from vision_longformer.detection.predict import Tile, merge, predict, predict_image, tiles
+from vision_longformer.detection.stream import bytes_at_once
 from vision_longformer.errors import CheckpointError
 
 
@@ -228,3 +235,90 @@ def test_refused_arguments(tmp_path: Path, photo: Path) -> None:
     classifier = save(build("two_stages"), tmp_path / "classifier.safetensors")
     with pytest.raises(CheckpointError, match=r"classifier\.safetensors is a classifier"):
         detect_predict(str(classifier), [str(photo)])
+
+
+# Streamed
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[str, Path, int]:
+    """A detector that can be streamed, an image, and a byte less than it takes at once."""
+    model = small_detector("mask_rcnn", proposals=30, detections=8)
+    info = {"categories": [{"id": number, "name": name} for number, name in enumerate(("cat", "dog", "hen"), 1)]}
+    path = tmp_path / "large.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (150, 210, 3), dtype=np.uint8)).save(path)
+    checkpoint = save_detector(model, tmp_path / "vil.safetensors", info=info)
+    needed = bytes_at_once(load_detector(checkpoint, scale=1.0), (150, 210))
+    assert needed is not None
+    return str(checkpoint), path, needed - 1
+
+
+def _found(checkpoint: str, path: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[list[Any], str]:
+    detect_predict(checkpoint, [str(path)], threshold=0.0, scale=1.0, json=True, **options)
+    captured = capsys.readouterr()
+    return json.loads(captured.out), captured.err
+
+
+def test_an_image_that_does_not_fit_is_streamed(
+    large: tuple[str, Path, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said, with what would be needed; the result is that of the whole image."""
+    checkpoint, path, limit = large
+    whole, quiet = _found(checkpoint, path, capsys, memory=str(limit + 1))
+    assert "streamed" not in quiet
+    assert "8 objects are the most of an image; detections=N allows more" in quiet
+    streamed, said = _found(checkpoint, path, capsys, memory=str(limit))
+    assert re.search(
+        r"large.png: 150×210 pixels at once need about \d+MB, but \d+MB are free or allowed: .* streamed", said
+    )
+    _assert_same_results(whole, streamed)
+    monkeypatch.setattr(prediction_module, "free_memory", lambda device: limit)
+    streamed, said = _found(checkpoint, path, capsys, detections=20)
+    assert "streamed" in said
+    assert len(streamed) > 8
+    _assert_same_results(whole, streamed[:8])
+
+
+def _assert_same_results(one: list[Any], other: list[Any]) -> None:
+    assert len(one) == len(other)
+    for first, second in zip(one, other, strict=True):
+        assert first["category"] == second["category"]
+        assert first["score"] == pytest.approx(second["score"], abs=1e-5)
+        assert first["bbox"] == pytest.approx(second["bbox"], abs=1e-2)
+        areas = [rle.decode(result["segmentation"]) for result in (first, second)]
+        assert np.count_nonzero(areas[0] != areas[1]) <= 2
+
+
+def test_files_that_are_read_by_rows(
+    large: tuple[str, Path, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiled TIFF, zarr and .npy of the same pixels; pictures are of every second pixel if they would be too large."""
+    checkpoint, path, limit = large
+    pixels = np.asarray(Image.open(path))
+    tifffile.imwrite(path.with_name("tiff.tif"), pixels, tile=(64, 64), photometric="rgb")
+    zarr.create_array(str(path.with_name("zarr.zarr")), data=pixels, chunks=(50, 50, 3))
+    np.save(path.with_name("numpy.npy"), pixels)
+    whole, _ = _found(checkpoint, path, capsys)
+    monkeypatch.setattr(prediction_module, "LARGEST_PICTURE", 110)
+    monkeypatch.setattr(prediction_module, "ROWS", 33)
+    for name in ("tiff.tif", "zarr.zarr", "numpy.npy"):
+        streamed, _ = _found(checkpoint, path.with_name(name), capsys, memory=str(limit))
+        _assert_same_results(whole, streamed)
+        assert streamed[0]["segmentation"]["size"] == [150, 210]
+    (prediction,) = predict(load_detector(checkpoint, scale=1.0), [path.with_name("zarr.zarr")], threshold=0.0)
+    picture, detections = prediction.picture()
+    assert prediction.size == (150, 210)
+    assert np.array_equal(np.asarray(picture), pixels[::2, ::2])
+    assert detections[0].box == tuple(side / 2 for side in prediction.detections[0].box)
+
+
+def test_settings_of_a_loaded_detector(large: tuple[str, Path, int]) -> None:
+    checkpoint, path, _ = large
+    model = load_detector(checkpoint, scale=0.5, detections=3)
+    assert (model.config.scale, model.config.detections, model.config.channels) == (0.5, 3, 8)
+    with pytest.raises(ValueError, match=r"unknown setting 'channels'; choose from detections, max_size, min_size"):
+        load_detector(checkpoint, channels=4)
+    with pytest.raises(ValueError, match=r"scale is -1; it must be above 0, or None for min_size and max_size"):
+        load_detector(checkpoint, scale=-1)
+    with pytest.raises(ValueError, match=r"memory=1000 is too small .*at least"):
+        detect_predict(checkpoint, [str(path)], scale=1.0, memory="1KB")

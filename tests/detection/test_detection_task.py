@@ -214,7 +214,7 @@ def test_two_processes_train_one_detector(coco: Path, tmp_path: Path, strategy: 
         (["nosuch"], "unknown recipe 'nosuch'"),
         (["--detctor", "retinanet"], "unknown option '--detctor'; did you mean '--detector'"),
         (["--data", "nowhere"], "there is no data nowhere"),
-        (["--init", "nowhere.safetensors"], "there is no file nowhere.safetensors"),
+        (["--init", "nowhere.safetensors"], "there is no file or run directory nowhere.safetensors"),
         (["--detector", "yolo"], "unknown detector 'yolo'"),
         (["--detector_options", "{chanels: 8}"], "unknown detector option 'chanels'; did you mean 'channels'"),
     ],

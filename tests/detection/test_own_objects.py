@@ -13,7 +13,7 @@ from PIL import Image
 
 from vision_longformer import create_model, save
 from vision_longformer.cli.main import main
-from vision_longformer.detection.dataset import Subset, hold_out_images, open_detection
+from vision_longformer.detection.dataset import Subset, hold_out_images, open_detection, open_splits
 from vision_longformer.detection.derive import derive
 from vision_longformer.detection.estimate import estimate
 from vision_longformer.detection.evaluate import eval_images, evaluate
@@ -101,7 +101,18 @@ def test_backbone_of_the_starting_weights(tmp_path: Path) -> None:
     data = write_coco(tmp_path / "data")
     recipe = resolve(DetectionRecipe, "own_objects", derive, data=str(data), init=str(path))
     depths = [stage.depth for stage in recipe.detector_config(3).backbone_config.stages]
-    assert (depths, recipe.lr) == ([1, 2, 8, 1], 2e-4)
+    assert (depths, recipe.lr, recipe.model) == ([1, 2, 8, 1], 2e-4, "vision_longformer_small")
+
+
+@pytest.mark.parametrize(("options", "levels"), [({}, (2, 3)), ({"levels": [1, 2]}, (1, 2))])
+def test_levels_of_starting_weights_with_three_stages(
+    options: dict[str, Any], levels: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The model is that of the weights, its levels those from stride 8 on unless they are given."""
+    data = str(write_coco(tmp_path))
+    recipe = resolve(DetectionRecipe, "own_objects", derive, data=data, init="cifar10_nano", detector_options=options)
+    config = recipe.detector_config(3)
+    assert (config.backbone_in_words, config.stages) == ("vision_longformer_nano", levels)
 
 
 def test_held_out_images(tmp_path: Path) -> None:
@@ -144,8 +155,8 @@ def test_a_run_remembers_what_it_held_out(own: tuple[Path, Path, dict[str, str]]
     assert len(split["train"]) + len(split["evaluation"]) == 8
     recipe = resolve(DetectionRecipe, str(run / "recipe.yaml"))
     again = DetectionTask(recipe, make_accelerator(recipe), run)
-    assert list(again._eval_data.names) == split["evaluation"]
-    assert list(again._train_data.names) == split["train"]
+    assert list(again.splits.evaluation.names) == split["evaluation"]
+    assert list(again.splits.train.names) == split["train"]
     assert eval_images(run, None, None) == (str(folder), "train", tuple(split["evaluation"]))
     assert eval_images(run, str(folder), None) == (str(folder), "train", tuple(split["evaluation"]))
     assert eval_images(run, str(folder), "train") == (str(folder), "train", tuple(split["train"]))
@@ -160,7 +171,22 @@ def test_the_split_of_a_run_is_read_not_drawn_again(own: tuple[Path, Path, dict[
     (tmp_path / "split.json").write_text(json.dumps(written))
     recipe = resolve(DetectionRecipe, str(run / "recipe.yaml"))
     task = DetectionTask(recipe, make_accelerator(recipe), tmp_path)
-    assert (list(task._train_data.names), list(task._eval_data.names)) == (written["train"], written["evaluation"])
+    assert (list(task.splits.train.names), list(task.splits.evaluation.names)) == (
+        written["train"],
+        written["evaluation"],
+    )
+
+
+def test_starting_weights_bring_their_split(own: tuple[Path, Path, dict[str, str]], tmp_path: Path) -> None:
+    """That of a folder which 'vil hub save' made, whatever the seed, if it is of these images."""
+    save(create_model("vision_longformer_nano", num_classes=2), tmp_path / "model.safetensors")
+    recipe = resolve(DetectionRecipe, "own_objects", data=str(own[0]), init=str(tmp_path))
+    written = {"train": [f"{number}.png" for number in range(1, 8)], "evaluation": ["0.png"]}
+    (tmp_path / "split.json").write_text(json.dumps(written))
+    assert open_splits(recipe).evaluation.names == ["0.png"]
+    assert open_splits(recipe).how == "held out as by the run that it starts from"
+    (tmp_path / "split.json").write_text(json.dumps({"train": ["a.png"], "evaluation": ["b.png"]}))
+    assert open_splits(recipe).how.startswith("held out anew: most of the images")
 
 
 def test_what_is_said_at_the_start(own: tuple[Path, Path, dict[str, str]]) -> None:
@@ -168,7 +194,7 @@ def test_what_is_said_at_the_start(own: tuple[Path, Path, dict[str, str]]) -> No
     split = json.loads((run / "split.json").read_text())
     assert rows["data"] == str(folder)
     assert rows["training"].startswith(f"{len(split['train'])} images, ")
-    assert rows["evaluation"] == f"{len(split['evaluation'])} images (held out of the training images)"
+    assert rows["evaluation"] == f"{len(split['evaluation'])} images (held out from the training images; split.json)"
     assert rows["categories"].startswith("T-shirt/top ")
     assert rows["detector"] == "mask_rcnn, images of 48 to 64 pixels"
     assert rows["starts from"] == "random weights"
@@ -182,6 +208,50 @@ def test_evaluation_of_a_run_by_its_directory(
     folder, run, _ = own
     main(["detect", "evaluate", str(run), "--workers", "0"])
     assert f"{run} on {folder}, images that the run held out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("predict {run} {image}", "is a detector, which is for 'vil detect predict' and 'vil detect evaluate'"),
+        ("evaluate {run}", "is a detector, which is for 'vil detect predict' and 'vil detect evaluate'"),
+        ("detect predict cifar10_nano {image}", "is a classifier, which is for 'vil predict' and 'vil evaluate'"),
+        ("detect evaluate cifar10_nano --data {data}", "is a classifier, which is for 'vil predict' and"),
+        ("detect predict {run}-1 {image}", "there is no file or run directory {run}-1; did you mean {run}?"),
+        ("detect train --resume {run}-1", "there is no directory {run}-1; did you mean {run}?"),
+        ("detect train {data}", "{data} is no recipe; did you mean --data {data}?"),
+        ("train {data}", "{data} is no recipe; did you mean --data {data}?"),
+    ],
+)
+def test_mistakes_with_runs_and_folders(
+    command: str, sentence: str, own: tuple[Path, Path, dict[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"data": own[0], "run": own[1], "image": own[0] / "images" / "0.png"}
+    with pytest.raises(SystemExit, match="2"):
+        main(command.format(**names).split())
+    assert sentence.format(**names) in " ".join(capsys.readouterr().err.split())
+
+
+def test_categories_that_are_not_evaluated(
+    own: tuple[Path, Path, dict[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are named at the start of the run and by the evaluation, which has a dash for them."""
+    folder, run, rows = own
+    content = json.loads((folder / "annotations" / "instances_default.json").read_text())
+    held = json.loads((run / "split.json").read_text())["evaluation"]
+    ids = {image["id"] for image in content["images"] if image["file_name"] in held}
+    there = {one["category_id"] for one in content["annotations"] if one["image_id"] in ids and not one["iscrowd"]}
+    missing = [one["name"] for one in content["categories"] if one["id"] not in there]
+    assert len(missing) > 1
+    assert rows["warning"] == f"not in the evaluation images: {', '.join(missing)}"
+    main(["detect", "evaluate", str(run), "--workers", "0", "--per-category"])
+    printed = capsys.readouterr().out
+    assert rows["warning"] in " ".join(printed.split())
+    assert [f"{missing[0]} – –"] == [line for line in map(_spaced, printed.splitlines()) if line.startswith(missing[0])]
+
+
+def _spaced(line: str) -> str:
+    return " ".join(line.split())
 
 
 def test_a_dry_run_of_own_objects(
@@ -239,7 +309,7 @@ def test_where_other_tools_put_annotations(file: str, images: str, tmp_path: Pat
 
 
 def test_a_detector_elsewhere_is_evaluated_on_what_is_given(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not in a run directory, which would name its data; give --data DATA"):
+    with pytest.raises(ValueError, match=r"not in a run directory.* give --data DATA\. .* RUN/best\.onnx by default"):
         eval_images(write_detector(tmp_path / "detector.safetensors", ["tree"], num_classes=1), None, None)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         eval_images(tmp_path / "none.safetensors", None, None)

@@ -111,8 +111,26 @@ def test_tiles_of_labelme_have_boxes_alone(tmp_path: Path, monkeypatch: pytest.M
 def test_a_missing_image_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     annotated = _annotated(tmp_path / "voc")
     (annotated / "wood.png").unlink()
-    with pytest.raises(SystemExit, match=r"there is no image .*wood\.png, which is annotated"):
+    with pytest.raises(SystemExit, match=r"there is no image .*wood\.png, which is annotated.*there are no images"):
         _convert(annotated, tmp_path / "coco", monkeypatch)
+    with pytest.raises(SystemExit, match=r"there is no folder .*nowhere"):
+        _convert(tmp_path / "nowhere", tmp_path / "coco", monkeypatch)
+    assert [path.name for path in tmp_path.iterdir()] == ["voc"], "nothing is left behind"
+
+
+def test_an_image_of_the_annotations_name_is_taken_for_one_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where photos were converted after they were annotated; two of the name are not chosen from."""
+    annotated = _annotated(tmp_path / "voc")
+    text = (annotated / "wood.xml").read_text()
+    (annotated / "wood.xml").write_text(text.replace("wood.png", "wood.tif"))
+    data = CocoData(_convert(annotated, tmp_path / "coco", monkeypatch), "train")
+    assert data.read(0)[0].size == (100, 60)
+    assert f"{annotated}/wood.xml is of wood.tif, which is not there; took wood.png\n" in capsys.readouterr().out
+    (annotated / "wood.jpg").touch()
+    with pytest.raises(SystemExit, match=r"wood\.tif, which is annotated in .* there are wood\.jpg, wood\.png$"):
+        _convert(annotated, tmp_path / "other", monkeypatch)
 
 
 def test_boxes_that_leave_the_image_are_told(

@@ -130,10 +130,16 @@ FILES: dict[str, Callable[[Path], None]] = {
 FEW_STEPS = "--steps 1 --batch-size 2 --workers 0"
 
 SHORTER: dict[str, str] = {
+    "vil train quickstart --output runs/mine --resume auto": (
+        "vil train quickstart --output runs/mine --resume auto --steps 2"
+    ),
     "vil train --data my_photos": "vil train --data my_photos --epochs 2 --workers 0",
     "vil train --resume runs/own_images-1 --epochs 90": "vil train --resume runs/own_images-1 --epochs 3",
     "vil train --data my_photos --init my_classifier": (
         "vil train --data my_photos --init my_classifier --epochs 1 --workers 0"
+    ),
+    "vil train --data my_photos --grad-checkpointing strips": (
+        f"vil train --data my_photos --grad-checkpointing strips {FEW_STEPS}"
     ),
     "vil train": "vil train --steps 20",
     "vil train cifar10 --data torch/cifar10:/data --epochs 5 --lr 1e-3": (
@@ -151,6 +157,7 @@ SHORTER: dict[str, str] = {
     "python examples/to_coco.py /data/annotated /data/shelf": (
         "python examples/to_coco.py /data/annotated /data/converted"
     ),
+    "python scripts/spatial_memory.py": "python scripts/spatial_memory.py 64",
     "vil detect train --data /data/shelf": f"vil detect train --data /data/shelf {FEW_STEPS}",
     "vil detect train --resume runs/detect-own_objects-1 --epochs 40": (
         "vil detect train --resume runs/detect-own_objects-1 --epochs 1"
@@ -179,13 +186,26 @@ NOT_RUN: dict[str, str] = {
     "vil hub push": "there is no network in tests",
     "torchrun": "several processes are started by tests of training; here its command line is parsed",
     "mkdocs": "test_site_is_built",
+    "npm pack": "there is no network in tests",
+    "python -m vision_longformer.studies.cifar10": "test_studies_cifar10.py converts a package of its own",
+    "vil study mechanisms --scale imagenet": "test_studies_runner.py runs jobs through submitit",
+    "sbatch": "test_launchers.py runs the script with a Slurm that does nothing",
+    "kubectl": "test_launchers.py reads the manifest",
+    "python scripts/soak.py": "it takes an hour, and root to mount a small disk",
 }
 """Beginnings of commands that are not run here, and why."""
 
 
 ONNX = ("onnx", "onnxruntime", "onnxscript")
 
-NEEDS: dict[str, tuple[str, ...]] = {"export.md": ONNX, "own_objects.md": ONNX}
+NEIGHBOURS = ("lightning", "segmentation_models_pytorch", "transformers")
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "coming_from.md": NEIGHBOURS,
+    "export.md": (*ONNX, "openvino"),
+    "own_objects.md": ONNX,
+    "large_images.md": ("zarr",),
+}
 """Packages beyond the core that a page's commands need; without them it is skipped."""
 
 

@@ -63,14 +63,14 @@ NAMES: dict[str, Callable[..., Any]] = {
 
 def _only_parsed(group: Group, path: tuple[str, ...] = ()) -> Group:
     """The same commands with the same parameters, which do no more than look names up."""
-    commands: dict[str, Any] = {}
-    for name, command in group.commands.items():
-        if isinstance(command, Group):
-            commands[name] = _only_parsed(command, (*path, name))
-        else:
-            check = NAMES.get(" ".join((*path, name)), lambda *_, **__: None)
-            commands[name] = functools.wraps(command)(functools.partial(_call, check))
-    return Group(group.about, commands)
+
+    def only_parsed(command: Any, path: tuple[str, ...]) -> Any:
+        if command is None or isinstance(command, Group):
+            return command and _only_parsed(command, path)
+        return functools.wraps(command)(functools.partial(_call, NAMES.get(" ".join(path), lambda *_, **__: None)))
+
+    commands = {name: only_parsed(command, (*path, name)) for name, command in group.commands.items()}
+    return Group(group.about, commands, otherwise=only_parsed(group.otherwise, path))
 
 
 def _call(check: Callable[..., Any], *values: Any, **options: Any) -> None:

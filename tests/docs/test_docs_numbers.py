@@ -58,6 +58,22 @@ def test_all_estimates_are_as_computed(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out in (DOCS / "scaling.md").read_text()
 
 
+def test_pages_of_studies_are_as_made() -> None:
+    from study_pages import pages, stored_tables
+
+    for name, text in pages(stored_tables()).items():
+        assert (DOCS / "studies" / name).read_text() == text, f"{name} differs; run scripts/study_pages.py"
+
+
+def test_costs_of_shared_images_are_as_computed() -> None:
+    from spatial_cost import BLOCK_HEAD, IMAGE_HEAD, block_rows, head, image_row
+
+    page = (DOCS / "scaling.md").read_text()
+    assert "\n".join([head(BLOCK_HEAD), *block_rows(2048, 4)]) in page
+    assert head(IMAGE_HEAD) in page
+    assert image_row(1024, 4) in page
+
+
 def test_costs_of_the_model_cards() -> None:
     configs = [model_config(f"vision_longformer_{size}") for size in ("tiny", "small", "medium", "base")]
     params = " | ".join(f"{count_parameters(config).paper / 1e6:.2f}" for config in configs)

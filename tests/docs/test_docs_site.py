@@ -30,7 +30,7 @@ def _nav_files(entry: Any) -> list[str]:
 
 def test_every_page_is_in_the_navigation() -> None:
     nav = _nav_files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    assert sorted(nav) == sorted(page.name for page in DOCS.glob("*.md"))
+    assert sorted(nav) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -58,3 +59,17 @@ def test_a_served_classifier(port: int, checkpoint: Path, tmp_path: Path) -> Non
     status, answer = _post(port, b"not an image")
     assert status == 400
     assert "the image that was posted cannot be read as an image" in str(answer["error"])
+
+
+def test_a_server_says_how_to_use_it(port: int) -> None:
+    connection = HTTPConnection("localhost", port, timeout=60)
+    connection.request("GET", "/")
+    response = connection.getresponse()
+    use = f"POST an image, as by: curl --data-binary @photo.jpg http://localhost:{port}"
+    assert (response.status, json.loads(response.read())) == (200, {"use": use})
+
+
+def test_a_busy_port_is_said(port: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve_classifier.py", str(checkpoint), "--port", str(port)])
+    with pytest.raises(SystemExit, match=rf"port {port} cannot be used \(Address already in use\); give another"):
+        runpy.run_path(str(ROOT / "examples/serve_classifier.py"), run_name="__main__")

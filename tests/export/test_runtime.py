@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,12 +35,13 @@ def test_a_file_computes_in_its_own_precision() -> None:
 
 
 def test_names_of_exported_files() -> None:
-    names = ("a.onnx", Path("b.pt2"), "c.safetensors", "onnx")
-    assert [is_exported(name) for name in names] == [True, True, False, False]
+    names = ("a.onnx", Path("b.pt2"), "c.safetensors", "onnx", "d.xml")
+    assert [is_exported(name) for name in names] == [True, True, False, False, True]
 
 
 def test_files_that_are_no_exported_models(tmp_path: Path) -> None:
-    for suffix in ("onnx", "pt2"):
+    (tmp_path / "broken.bin").write_bytes(b"")
+    for suffix in ("onnx", "pt2", "xml"):
         with pytest.raises(FileNotFoundError, match="there is no file"):
             load_exported(tmp_path / f"none.{suffix}")
         broken = tmp_path / f"broken.{suffix}"
@@ -49,5 +51,18 @@ def test_files_that_are_no_exported_models(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(nn.Identity(), (torch.ones(1),)), tmp_path / "foreign.pt2")
     with pytest.raises(CheckpointError, match=r"foreign\.pt2 was not written by 'vil export'"):
         load_exported(tmp_path / "foreign.pt2")
-    with pytest.raises(ValueError, match=r"photo\.png should end in \.onnx or \.pt2"):
+    with pytest.raises(ValueError, match=r"photo\.png should end in \.onnx or \.pt2 or \.xml"):
         load_exported(tmp_path / "photo.png")
+
+
+def test_an_operator_that_the_runtime_does_not_know(tmp_path: Path) -> None:
+    """The operator is named, and what to do."""
+    value = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy"]
+    node = onnx.helper.make_node("Telepathy", ["x"], ["y"], "node_7", domain="elsewhere")
+    graph = onnx.helper.make_graph([node], "graph", value[:1], value[1:])
+    opsets = [onnx.helper.make_opsetid("elsewhere", 1), onnx.helper.make_opsetid("", 23)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "strange.onnx")
+    with pytest.raises(
+        CheckpointError, match=r"does not know an operator of .*strange\.onnx \(.*Telepathy.*\); update it"
+    ):
+        load_exported(tmp_path / "strange.onnx")

@@ -66,6 +66,15 @@ def test_metadata_as_text() -> None:
             decode_metadata(foreign, Path("x.onnx"))
 
 
+def test_a_file_of_another_version() -> None:
+    """Its format, the version that wrote it, and what is installed."""
+    message = (
+        rf"has the format vision_longformer_export/2, of vision-longformer 9\.1; this is {__version__}, which reads"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        decode_metadata({"format": "vision_longformer_export/2", "version": "9.1"}, Path("x.onnx"))
+
+
 def test_text_that_is_json_comes_back_as_text() -> None:
     values = {"format": METADATA["format"], "version": "1.0", "note": "true", "quoted": '"a"', "plain": "0.1.0"}
     texts = encode_metadata(values)
@@ -96,10 +105,18 @@ def test_pt2_has_metadata(tmp_path: Path) -> None:
 
 
 def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those that are needed are named: one to read, three to write."""
-    monkeypatch.setattr(writers, "find_spec", lambda name: None if name.startswith("onnx") else name)
-    (tmp_path / "model.onnx").write_bytes(b"")
-    with pytest.raises(ValueError, match="ONNX needs onnxruntime; install with: pip install 'vision-longformer"):
+    """Those that are needed are named, with the extra that has them: one to read, three to write."""
+    monkeypatch.setattr(writers, "find_spec", lambda name: None if name.startswith(("onnx", "openvino")) else name)
+    for name in ("model.onnx", "model.xml", "model.bin"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=r"ONNX needs onnxruntime; install with: pip install 'vision-longformer\[export\]'"
+    ):
         load_exported(tmp_path / "model.onnx")
+    with pytest.raises(
+        ValueError, match=r"OpenVINO needs openvino; install with: pip .*\[openvino\]', or use \.pt2 files"
+    ):
+        load_exported(tmp_path / "model.xml")
     with pytest.raises(ValueError, match=r"ONNX needs onnx, onnxscript, onnxruntime; install .* or use \.pt2 files"):
-        writers.check_onnx()
+        writers.check_packages(".onnx", to_write=True)
+    writers.check_packages(".pt2", to_write=True)

@@ -26,7 +26,8 @@ from vision_longformer.costs import count_parameters, paper_macs
 from vision_longformer.detection import DetectorConfig, build_detector, save_detector
 from vision_longformer.errors import CheckpointError
 from vision_longformer.hub import from_pretrained, push_to_hub, save_pretrained
-from vision_longformer.hub.card import nearest_model
+from vision_longformer.hub.card import _public
+from vision_longformer.models.zoo import nearest_model
 from vision_longformer.training.recipe import resolve, to_yaml
 
 INFO = {
@@ -304,6 +305,34 @@ def test_places_where_there_is_no_model(tmp_path: Path) -> None:
         push_to_hub(tmp_path, "somebody/garments")
 
 
+@pytest.mark.parametrize(
+    ("data", "public"),
+    [
+        ("/home/somebody/trees", "trees"),
+        ("../data/trees", "trees"),
+        ("data/trees/", "trees"),
+        ("torch/cifar10:../data", "torch/cifar10"),
+        ("wds/shards/train-{0..9}.tar", "wds/train-{0..9}.tar"),
+        ("hfds/somebody/trees", "hfds/somebody/trees"),
+        ("garments:320", "garments:320"),
+        ("hf-hub:somebody/trees", "hf-hub:somebody/trees"),
+    ],
+)
+def test_folders_of_this_machine_are_left_out(data: str, public: str) -> None:
+    assert _public(data) == public
+
+
+def test_images_that_were_held_out_are_no_split(checkpoint: Path, tmp_path: Path) -> None:
+    """3 of 20 are 15%."""
+    names = [str(number) for number in range(20)]
+    (checkpoint.parent / "split.json").write_text(json.dumps({"train": names[3:], "evaluation": names[:3]}))
+    card = ModelCard.load(save_pretrained(checkpoint, tmp_path / "garments") / "README.md")
+    assert "Trained on `garments`, 85% of the images, with" in card.text
+    assert "On `garments`, 15% of the images, held out:" in card.text
+    (result,) = card.data.eval_results
+    assert result.dataset_split == "15% of the images, held out"
+
+
 # The hub
 
 
@@ -311,8 +340,10 @@ def test_to_the_hub_and_back(
     hub: Hub, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_pretrained(checkpoint, tmp_path / "garments")
+    (folder / "split.json").write_text("{}")
     hub_push(str(folder), "somebody/garments")
     assert f"uploaded to {constants.ENDPOINT}/somebody/garments" in capsys.readouterr().out
+    (folder / "split.json").unlink()  # which stays here
     assert hub.repositories["somebody/garments"] == {path.name: path.read_bytes() for path in folder.iterdir()}
     x = torch.randn(1, 1, 28, 28)
     expected = load(checkpoint)(x)

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from builders import SMALL_MODELS, assert_close, build, image, small_config
+from builders import SMALL_MODELS, assert_close, assert_trains_like_the_oracle, build, image, small_config
 from torch._dynamo.utils import counters
 
 from vision_longformer import ModelConfig, VisionLongformer
 from vision_longformer.models import config as cfg
+from vision_longformer.ops.cpu import UNAVAILABLE
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,16 @@ def test_default_backend(name: str) -> None:
     x = image(48, 80)
     with torch.no_grad():
         assert_close(torch.compile(model, fullgraph=True)(x), model(x), 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "implementation",
+    ["tiled", pytest.param("fused_cpu", marks=pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE)))],
+)
+def test_training_by_the_default_backend(implementation: str) -> None:
+    """That of the Triton kernels is in ``tests/ops/test_triton_compile.py``."""
+    assert_trains_like_the_oracle(implementation)
 
 
 def test_training_with_random_shift_compiles_once() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from builders import TOLERANCES, Case, assert_close, compare, oracle, run
+from builders import TOLERANCES, Case, assert_close, compare, oracle, run, run_bands
+from emulator import EmulatedLibrary, missing_tools
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -21,6 +25,7 @@ from vision_longformer.geometry import RULES, Grid
 from vision_longformer.ops import cpu
 from vision_longformer.ops.cpu import FUSED_CPU, library
 from vision_longformer.ops.cpu.library import Library, load, use_level
+from vision_longformer.ops.local_attention import automatic
 from vision_longformer.ops.operator import OPERATORS
 from vision_longformer.ops.spec import LocalSpec
 
@@ -32,8 +37,23 @@ LIBRARY = load()
 assert isinstance(LIBRARY, Library)
 
 
-@pytest.fixture(params=LIBRARY.levels)
-def _level(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(scope="session")
+def arm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedLibrary]:
+    if missing_tools():
+        pytest.skip(f"{' and '.join(missing_tools())} not installed")
+    emulated = EmulatedLibrary(tmp_path_factory.mktemp("arm"))
+    yield emulated
+    emulated.close()
+
+
+@pytest.fixture(params=[*LIBRARY.levels, pytest.param("arm", marks=pytest.mark.slow)])
+def _level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every level of instructions that this machine has, and those of 64-bit ARM in an emulator."""
+    if request.param == "arm":
+        emulated = request.getfixturevalue("arm")
+        monkeypatch.setattr(cpu, "load", lambda: emulated)
+        yield
+        return
     with use_level(request.param):
         yield
 
@@ -138,14 +158,164 @@ def test_large_scores(shift: float) -> None:
     check(replace(case, scale=shift))
 
 
+# Bands of a map
+
+
+def check_bands(case: Case, rows: int, dtype: torch.dtype = torch.float64) -> None:
+    """Bands of so many chunk rows make up what the oracle says of the whole map."""
+    got = run_bands("fused_cpu", case, case.tensors(dtype), rows)
+    assert got is not None
+    for name, expected in oracle(case, dtype).items():
+        assert_close(got[name], expected, TOLERANCES[dtype], f"{name} of bands of {rows} in {case}")
+
+
 @pytest.mark.usefixtures("_level")
-def test_not_a_number_spreads_to_those_who_see_it() -> None:
-    q, k, v = (torch.randn(1, 36, 1, 8) for _ in range(3))
-    k[0, 0] = torch.nan
-    out = local_attention(q, k, v, (6, 6), window=2, implementation="fused_cpu")
-    seen = torch.zeros(6, 6, dtype=torch.bool)
-    seen[:4, :4] = True
-    assert torch.equal(out.isnan().all(-1).view(6, 6), seen)
+@pytest.mark.parametrize("rule", RULES)
+def test_bands(rule: str) -> None:
+    """Of one chunk row and of several, with a partial last one, over more tiles than one."""
+    check_bands(Case((9, 13), 3, rule, dim=5), 1)
+    check_bands(Case((11, 13), 3, rule, neighbours=7, dim=5), 2)
+    check_bands(Case((19, 12), 2, rule, batch=1, heads=3, global_tokens=0), 6)
+    check_bands(Case((10, 11), 7, rule, global_tokens=3), 1, torch.float32)
+
+
+@pytest.mark.usefixtures("_level")
+def test_bands_with_scores_far_below_zero() -> None:
+    """Which are seen relative to that of a query's own key, among the keys of the band."""
+    case = Case((9, 8), 3, dim=8)
+    tensors = case.tensors(grad=False)
+    tensors["bias"] -= 500
+    tensors["global_bias"] -= 500
+    tensors["q"] *= 20
+    got = run_bands("fused_cpu", case, tensors, 1)
+    assert got is not None
+    assert_close(got["output"], run("masked_dense", case, tensors)["output"], 1e-9)
+
+
+@pytest.mark.usefixtures("_level")
+def test_a_spoiled_key_of_the_halo_reaches_the_band() -> None:
+    """Chunks of one token in one column: the key above is seen by the first query alone."""
+    q, k, v = torch.zeros(1, 3, 1, 4), torch.zeros(1, 5, 1, 4), torch.ones(1, 5, 1, 4)
+    k[:, 0] = torch.nan
+    out = local_attention(q, k, v, (3, 1), window=1, halo=(1, 1), implementation="fused_cpu")
+    assert out.isnan().all(-1).flatten().tolist() == [True, False, False]
+
+
+# Numbers that are not finite: they reach those who see them, and nobody else
+
+
+def seen_keys(case: Case) -> Tensor:
+    """Which keys (G + N) each query (N) sees: where the oracle's weights of equal scores are not 0."""
+    keys = case.global_tokens + Grid(*case.grid).tokens
+    k, v = torch.zeros(1, keys, 1, keys), torch.eye(keys)[None, :, None]
+    out = local_attention(k[:, case.global_tokens :], k, v, case.grid, **case.options(), implementation="masked_dense")
+    return out[0, :, 0] > 0
+
+
+def assert_spoiled(got: Tensor, expected: Tensor, tokens: Tensor, what: str, tolerance: float | None = None) -> None:
+    """The tokens of a mask are not numbers, all others are as expected."""
+    assert got[:, tokens].isnan().all(), f"{what} is a number for some of {tokens.nonzero().flatten().tolist()}"
+    assert_close(got[:, ~tokens], expected[:, ~tokens], tolerance or TOLERANCES[got.dtype], what)
+
+
+SPOILED = [
+    Case((7, 7), 7, batch=1, heads=1, dim=8, global_tokens=0),
+    Case((9, 11), 4, "exact", batch=1, dim=5),
+    Case((9, 11), 4, "exact", neighbours=2, batch=1, dim=5),
+    Case((9, 11), 4, "cyclic", batch=1, dim=5),
+    Case((20, 19), 18, "exact", batch=1, heads=1),
+]
+
+
+@pytest.mark.usefixtures("_level")
+def test_a_query_that_is_not_a_number_spoils_no_other() -> None:
+    """Wherever it is, and wherever another one has large scores, which need a reference of their own."""
+    case = Case((7, 7), 7, batch=1, heads=1, dim=8, global_tokens=0, bias=False, global_bias=False)
+    healthy = case.tensors(torch.float32, grad=False)
+    for large in range(0, 49, 7):
+        q = healthy["q"].clone()
+        q[:, large] *= 200
+        doubles = [x.double() for x in (q, healthy["k"], healthy["v"])]
+        expected = local_attention(*doubles, (7, 7), window=7, implementation="masked_dense")
+        for spoiled in set(range(49)) - {large}:
+            q_spoiled = q.clone()
+            q_spoiled[:, spoiled] = torch.nan
+            got = local_attention(q_spoiled, healthy["k"], healthy["v"], (7, 7), window=7, implementation="fused_cpu")
+            assert_spoiled(got, expected, torch.arange(49) == spoiled, f"output beside large query {large}", 1e-4)
+
+
+@pytest.mark.usefixtures("_level")
+@pytest.mark.parametrize("case", SPOILED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_query_that_is_not_a_number(case: Case, dtype: torch.dtype) -> None:
+    seen, expected = seen_keys(case), oracle(case, dtype)
+    for query in (0, 13, len(seen) - 1):
+        tensors = case.tensors(dtype)
+        tensors["q"].data[:, query] = torch.nan
+        got, own = run("fused_cpu", case, tensors), torch.arange(len(seen)) == query
+        assert_spoiled(got["output"], expected["output"], own, "output")
+        assert_spoiled(got["gradient of q"], expected["gradient of q"], own, "gradient of q")
+        for name in ("gradient of k", "gradient of v"):
+            assert_spoiled(got[name], expected[name], seen[query], name)
+        if case.rule == "exact":
+            offsets = range(1 - 2 * case.window, 2 * case.window)
+            far = torch.tensor([[max(abs(y), abs(x)) > case.window for x in offsets] for y in offsets])
+            assert not got["gradient of bias"][:, far].any()
+
+
+@pytest.mark.usefixtures("_level")
+@pytest.mark.parametrize("case", SPOILED)
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_key_or_value_that_is_not_finite(case: Case, name: str, value: float) -> None:
+    seen, expected = seen_keys(case), oracle(case, torch.float32)
+    for key in (case.global_tokens, case.global_tokens + 14, seen.shape[1] - 1):
+        tensors = case.tensors(torch.float32)
+        tensors[name].data[:, key] = value
+        if name == "k":  # whose score is then -inf or inf, and inf is not a number after softmax
+            tensors["q"].data[..., 0].abs_()
+            tensors["k"].data[:, key, :, 1:] = 0
+            clean = {n: x.detach().double().requires_grad_(x.requires_grad) for n, x in tensors.items()}
+            clean["k"].data[:, key] = 0
+            expected = run("masked_dense", case, clean)
+        got, queries = run("fused_cpu", case, tensors), seen[:, key]
+        if name == "k" or value is torch.nan:
+            assert_spoiled(got["output"], expected["output"], queries, "output")
+        else:
+            assert (got["output"][:, queries] == torch.inf).all()
+            assert_close(got["output"][:, ~queries], expected["output"][:, ~queries], 1e-5)
+        assert_spoiled(got["gradient of q"], expected["gradient of q"], queries, "gradient of q")
+        keys = seen[queries].any(0)
+        assert_spoiled(got["gradient of k"], expected["gradient of k"], keys, "gradient of k")
+        if name == "k":
+            assert_spoiled(got["gradient of v"], expected["gradient of v"], keys, "gradient of v")
+        else:
+            assert_close(got["gradient of v"], expected["gradient of v"], 1e-5)
+
+
+@pytest.mark.usefixtures("_level")
+def test_one_number_of_a_value_that_is_not_finite() -> None:
+    case = Case((9, 11), 4, "exact", dim=5)
+    tensors, expected = case.tensors(torch.float32, grad=False), oracle(case, torch.float32)["output"]
+    tensors["v"][0, 30, 1, 2] = torch.nan
+    got = run("fused_cpu", case, tensors)["output"]
+    spoiled = torch.zeros(expected.shape, dtype=torch.bool)
+    spoiled[0, :, 1, 2] = seen_keys(case)[:, 30]
+    assert torch.equal(got.isnan(), spoiled)
+    assert_close(got.masked_fill(spoiled, 0), expected.masked_fill(spoiled, 0), 1e-5)
+
+
+@pytest.mark.usefixtures("_level")
+def test_own_key_hidden_by_the_bias() -> None:
+    """Of a query's scores its own key's is -inf and all others are far below 0."""
+    case = Case((5, 6), 3, global_bias=False)
+    tensors = case.tensors(torch.float32, grad=False)
+    tensors["bias"] -= 500
+    tensors["bias"][:, 5, 5] = -torch.inf
+    tensors["k"][:, 0] -= 1000 * tensors["q"].mean(1)
+    got = run("fused_cpu", case, tensors)["output"]
+    expected = run("masked_dense", case, {name: x.double() for name, x in tensors.items()})["output"]
+    assert_close(got, expected, 1e-4)
 
 
 # Threads and memory
@@ -158,16 +328,73 @@ def test_same_bits_for_any_number_of_threads(rule: str, size: tuple[int, int, tu
     batch, heads, grid = size
     case = Case(grid, 3, rule, batch=batch, heads=heads, dim=16)
     tensors = case.tensors(torch.float32)
-    results = []
+    results, bands = [], []
     for threads in (1, 2, 7, 2, 1):
         torch.set_num_threads(threads)
         results.append(run("fused_cpu", case, tensors))
+        bands.append(run_bands("fused_cpu", case, tensors, 4))
+    assert all(torch.equal(bands[0][name], other[name]) for other in bands for name in other)
     for other in results[1:]:
         assert all(torch.equal(results[0][name], other[name]) for name in results[0])
 
 
 def test_threads_are_those_of_torch() -> None:
     assert LIBRARY.threaded
+    assert "libtorch_cpu" in str(next(library._openmp_scopes()))
+
+
+class FakeScope:
+    """Libraries as ``ctypes.CDLL`` would find them: which of them have OpenMP's entry points."""
+
+    def __init__(self, threaded: set[str | None], path: str | None) -> None:
+        if path == "/gone/libgomp.so (deleted)":
+            raise OSError("no such file")
+        if path in threaded:
+            self.GOMP_parallel = self.GOMP_barrier = ctypes.c_void_p(1 if path is None else len(path))
+
+
+@pytest.mark.parametrize(
+    ("scope", "openmp"),
+    [("/conda/lib/libtorch_cpu.so", False), (None, True), ("/usr/lib/libomp.so.5", True), ("/x/libgomp-a.so.1", True)],
+)
+def test_openmp_is_found_wherever_torch_came_from(
+    monkeypatch: pytest.MonkeyPatch, scope: str | None, openmp: bool
+) -> None:
+    """In what torch was linked with; in what is global; in a runtime that was loaded; in this order."""
+    loaded = ["/gone/libgomp.so (deleted)", "/x/libgomp-a.so.1", "/usr/lib/libomp.so.5", "/conda/lib/libtorch_cpu.so"]
+    monkeypatch.setattr(library, "_loaded_libraries", lambda: loaded)
+    monkeypatch.setattr(torch.backends.openmp, "is_available", lambda: openmp)
+    monkeypatch.setattr(ctypes, "CDLL", partial(FakeScope, {scope, "/usr/lib/libomp.so.5"} if openmp else {scope}))
+    given = []
+    unthreaded = Library.__new__(Library)
+    monkeypatch.setattr(
+        unthreaded, "_library", SimpleNamespace(vl_set_thread_runtime=lambda *x: given.append(x)), raising=False
+    )
+    assert unthreaded._share_threads()
+    assert [entry.value for entry in given[0]] == 2 * [1 if scope is None else len(scope)]
+    monkeypatch.setattr(ctypes, "CDLL", partial(FakeScope, set()))
+    assert not unthreaded._share_threads()
+
+
+def test_without_openmp_the_kernel_is_refused_to_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, spec = torch.zeros(1, 16, 1, 4), LocalSpec(Grid(4, 4), 2, "chunk", "all", 1, 1.0)
+    monkeypatch.setattr(cpu, "THREADED", False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert "no OpenMP runtime" in str(FUSED_CPU.refusal(spec, q))
+    assert automatic(spec, q) != "fused_cpu"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert FUSED_CPU.refusal(spec, q) is None
+    monkeypatch.setattr(cpu, "THREADED", True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert FUSED_CPU.refusal(spec, q) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's list of the process's memory")
+def test_libraries_of_the_process() -> None:
+    loaded = library._loaded_libraries()
+    assert len(loaded) == len(set(loaded))
+    assert any(Path(path).name == library.FILE_NAME for path in loaded)
+    assert any("libtorch_cpu." in path for path in loaded)
 
 
 def layouts(x: Tensor) -> Iterator[Tensor]:
@@ -257,7 +484,7 @@ def test_refusals() -> None:
 def test_shapes_are_checked_before_pointers_are_used() -> None:
     tensors = Case().tensors(torch.float32, grad=False)
     inputs = [tensors[name] for name in ("q", "k", "v", "bias", "global_bias")]
-    inputs += [None, 5, 9, 2, "chunk", "all", [1], 0.5]
+    inputs += [None, 5, 9, 2, "chunk", "all", [1], 0.5, []]
     wrong = {
         0: inputs[0][:, 1:],
         1: inputs[1][:, :, :1],
@@ -265,14 +492,18 @@ def test_shapes_are_checked_before_pointers_are_used() -> None:
         3: inputs[3][:, 1:],
         4: inputs[4][:1],
         6: 7,
+        13: [2, 0],
     }
     operator = OPERATORS["fused_cpu"]
     for index, value in wrong.items():
         with pytest.raises(ValueError, match="do not fit"):
             operator(*inputs[:index], value, *inputs[index + 1 :])
+    taller = [torch.cat([x, x[:, :27]], 1) for x in inputs[1:3]]
+    with pytest.raises(ValueError, match=r"halo \(3, 0\)"):
+        operator(inputs[0], *taller, *inputs[3:-1], [3, 0])
     for neighbour in (None, torch.tensor(0), torch.tensor(9)):
         with pytest.raises(ValueError, match=r"1\.\.8"):
-            operator(*inputs[:5], neighbour, *inputs[6:10], "one", [1], 1.0)
+            operator(*inputs[:5], neighbour, *inputs[6:10], "one", [1], 1.0, [])
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -284,7 +515,21 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(cpu, "load", lambda: reason)
     q = torch.zeros(1, 4, 1, 1)
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
-        OPERATORS["fused_cpu"](q, q, q, None, None, None, 2, 2, 2, "chunk", "all", [1], 1.0)
+        OPERATORS["fused_cpu"](q, q, q, None, None, None, 2, 2, 2, "chunk", "all", [1], 1.0, [])
+
+
+def test_what_went_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(1, 4, 1, 1)
+    for status, error, words in ((1, MemoryError, "no memory"), (2, RuntimeError, "level 'avx512' is not available")):
+        monkeypatch.setattr(LIBRARY, "_library", SimpleNamespace(vl_run=lambda *_, status=status: status))
+        monkeypatch.setattr(LIBRARY, "level", "avx512")
+        with pytest.raises(error, match=words):
+            local_attention(q, q, q, (2, 2), window=2, implementation="fused_cpu")
+
+
+def test_not_for_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert "Microsoft's compiler" in str(load.__wrapped__())
 
 
 def test_the_level_of_a_context_ends_with_it() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from builders import Case, assert_close, compare, run
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import flex_attention as torch_flex
 
 from vision_longformer import local_attention
 from vision_longformer.geometry import RULES, Grid
-from vision_longformer.ops import flex
+from vision_longformer.ops import IMPLEMENTATIONS, flex
 from vision_longformer.ops.reference.masked_dense import MASKED_DENSE
 from vision_longformer.ops.spec import Inputs, LocalSpec
 
@@ -74,33 +78,174 @@ def test_sweep(seed: int) -> None:
         assert "key twice" in reason
 
 
-@pytest.mark.parametrize("global_tokens", [0, 2])
+# Block tables
+
+
+def dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """What the first ``counts`` entries of each row of a table name, boolean (rows, columns)."""
+    named = torch.zeros(indices.shape[2], columns, dtype=torch.int32)
+    for row, (count, entries) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0], strict=True)):
+        named[row].index_add_(0, entries[:count], torch.ones(count, dtype=torch.int32))
+    assert named.max() <= 1, "a block is named twice"
+    return named == 1
+
+
+@pytest.mark.parametrize("global_tokens", [0, 2, 33])
 @pytest.mark.parametrize("neighbours", ["all", "self"])
 @pytest.mark.parametrize(("rule", "dilation"), [*((rule, 1) for rule in RULES), ("exact", 2)])
-def test_block_mask_is_that_of_the_token_mask(rule: str, dilation: int, neighbours: str, global_tokens: int) -> None:
+def test_block_tables_are_those_of_the_token_mask(
+    rule: str, dilation: int, neighbours: str, global_tokens: int
+) -> None:
     """The compiled kernels skip blocks by tables made from the geometry; torch makes them from all pairs of tokens."""
     spec = LocalSpec(Grid(9, 13), 3, rule, neighbours, dilation, 1.0)
-    plan, size = flex.make_plan(spec, global_tokens, CPU), flex.block_size(3)
-    from_pairs = torch_flex.create_block_mask(
-        plan.mask.mask_mod,
+    reach = dilation if neighbours == "all" else 0
+    chunks, global_blocks, size = 15, -(-global_tokens // 16), 16
+    tables = flex.block_tables(spec.chunks, reach, "cyclic" in rule, global_blocks, CPU)
+    expected = torch_flex.create_block_mask(
+        flex.mask_modification(spec, global_tokens),
         None,
         None,
-        plan.rows.numel(),
-        plan.key_rows.numel(),
+        chunks * size,
+        (chunks + global_blocks) * size,
         "cpu",
         size,
         separate_full_blocks=False,
-    )
-    assert torch.equal(plan.mask.to_dense(), from_pairs.to_dense())
+    ).to_dense()[0, 0]
+    assert torch.equal(dense(tables.kv_num_blocks, tables.kv_indices, chunks + global_blocks), expected == 1)
+    assert torch.equal(dense(tables.q_num_blocks, tables.q_indices, chunks), expected.T == 1)
+    assert tables.kv_indices.shape == (1, 1, chunks, chunks + global_blocks)
+    assert tables.q_indices.shape == (1, 1, chunks + global_blocks, chunks)
+    assert {x.dtype for x in tables} == {torch.int32}
 
 
-def test_plans_are_cached() -> None:
-    spec = LocalSpec(Grid(4, 4), 2, "chunk", "all", 1, 1.0)
+def test_bytes_of_block_tables() -> None:
+    """400×400 in chunks of 7×7: M = 58² chunks, of which each sees nine, and one block of global keys.
+
+    Rows of keys are 10 apart and M + 1 long, rows of queries 9 apart and M long; as M × M tables they took 90 MB.
+    """
+    chunks = 58 * 58
+    tables = flex.block_tables(Grid(58, 58), 1, False, 1, CPU)
+    entries = [x.untyped_storage().nbytes() // 4 for x in tables]
+    assert entries == [chunks, (chunks - 1) * 10 + chunks + 1, chunks + 1, chunks * 9 + chunks]
+    assert sum(entries) * 4 == 309_456
+
+
+def test_block_tables_are_kept_up_to_a_budget() -> None:
+    """1×n chunks that see only themselves: tables of n, n + (n − 1), n and n + (n − 1) entries, 24n − 8 bytes."""
+    cache = flex.TableCache(budget=2 * 232 + 100)
     with torch.inference_mode():
-        plan = flex._cached_plan(spec, 1, CPU)
-    assert flex._cached_plan(spec, 1, CPU) is plan
-    assert flex._cached_plan(spec, 2, CPU) is not plan
-    assert not plan.rows.is_inference()
+        first = cache.get(Grid(1, 10), 0, False, 0, CPU)
+    assert cache.bytes == 232
+    assert not first.kv_indices.is_inference()
+    second = cache.get(Grid(10, 1), 0, False, 0, CPU)
+    assert cache.get(Grid(1, 10), 0, False, 0, CPU) is first
+    assert cache.bytes == 2 * 232
+    cache.get(Grid(1, 5), 0, False, 0, CPU)  # 112 bytes: too many, and the second was used longest ago
+    assert cache.bytes == 232 + 112
+    assert cache.get(Grid(1, 10), 0, False, 0, CPU) is first
+    assert cache.get(Grid(10, 1), 0, False, 0, CPU) is not second
+    assert cache.bytes == 2 * 232
+    large = cache.get(Grid(1, 100), 0, False, 0, CPU)
+    assert large.kv_num_blocks.numel() == 100  # made, but not kept
+    assert cache.bytes == 0
+
+
+def test_tables_of_all_maps_share_a_budget() -> None:
+    assert flex.TABLES.budget == 64 * 2**20
+
+
+# Compilation, with torch's compiler replaced
+
+
+class Compiler:
+    """Stands for inductor: counts graphs, and returns zeros of the right shape instead of running them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        (results,) = graph.graph.find_nodes(op="output")[0].args
+        shapes = [node.meta["example_value"].shape for node in results]
+        return lambda *_: tuple(torch.zeros(shape) for shape in shapes)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    """As on CUDA: FlexAttention has to be compiled, and its uncompiled form, with all pairs of tokens, is forbidden."""
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("all pairs of tokens")
+
+    counter = Compiler()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(flex, "_needs_compiler", lambda device: True)
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(import_module("torch._higher_order_ops.flex_attention"), "math_attention", forbidden)
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
+    torch.compiler.reset()
+    flex._compiled.cache_clear()
+    yield counter
+    flex._compiled.cache_clear()
+    torch.compiler.reset()
+
+
+def attend(grid: tuple[int, int], *, batch: int = 1, grad: bool = False, seed: int = 0, **options: Any) -> Tensor:
+    case = Case(grid, batch=batch, dim=16, seed=seed, **options)
+    tensors = case.tensors(torch.float32, grad=grad)
+    neighbour = None if isinstance(case.neighbours, str) else torch.tensor(case.neighbours)
+    mode = "all" if neighbour is None else "one"
+    inputs = Inputs(*(tensors.get(name) for name in ("q", "k", "v", "bias", "global_bias")), neighbour)
+    return flex.FLEX.attend(inputs, LocalSpec(Grid(*grid), case.window, case.rule, mode, 1, 0.25))
+
+
+def test_one_compilation_for_all_layers_and_steps(compiler: Compiler) -> None:
+    """Two stages of two layers with tables of their own, three steps, random neighbours."""
+    for step in range(3):
+        for stage in range(2):
+            for layer in range(2):
+                seed = 8 * step + 2 * stage + layer
+                assert attend((4, 8 - stage), seed=seed, neighbours=1 + seed % 8).shape == (1, 4 * (8 - stage), 2, 16)
+    assert compiler.graphs == 2
+
+
+def test_what_is_called_differently_is_compiled_apart(compiler: Compiler) -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for options in ({}, {"grad": True}, {"batch": 2}):
+            attend((4, 4), **options)
+            attend((4, 4), **options)
+    assert compiler.graphs == 3
+
+
+def test_more_maps_than_torch_recompiles_for(compiler: Compiler) -> None:
+    """Torch gives up on a function after so many versions of it, and would then hold the scores of all pairs."""
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for width in (3, 4, 5, 6, 3, 4, 5, 6):
+            attend((3, width))
+    assert compiler.graphs == 4
+
+
+def test_compiled_functions_are_few() -> None:
+    assert flex._compiled.cache_info().maxsize == 64
+
+
+def test_uncompiled_is_an_error(compiler: Compiler) -> None:
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(RuntimeError, match="not compiled and would hold the scores of all pairs of tokens; enable"),
+    ):
+        attend((4, 4))
+    assert compiler.graphs == 0
+
+
+def test_giving_up_is_an_error(compiler: Compiler) -> None:
+    """A layout that no signature tells apart is compiled again, up to torch's limit, and then refused."""
+    spec = LocalSpec(Grid(4, 4), 2, "chunk", "all", 1, 0.25)
+    q, bias = torch.zeros(1, 16, 2, 16), torch.zeros(2, 7, 7)
+    flex.FLEX.attend(Inputs(q, q, q, bias), spec)
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        flex.FLEX.attend(Inputs(q, q, q, bias.transpose(1, 2)), spec)
+    assert compiler.graphs == 1
 
 
 def test_fake_tensors_are_not_cached() -> None:
@@ -127,14 +272,25 @@ def test_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"neighbours": 2, "rule": "exact"}])
+def test_gradients(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """Torch's own derivatives of masks and modifications, which it refuses on a CPU, by its uncompiled kernels."""
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(flex, "_needs_compiler", lambda device: True)
+    monkeypatch.setitem(IMPLEMENTATIONS, "flex", replace(flex.FLEX, refusal=lambda spec, q: None))
+    compare("flex", Case(**{"grid": (5, 7), "dim": 16, "global_tokens": 2, **options}), torch.float32)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"neighbours": 2}, {"rule": "exact", "dilation": 2}, {"rule": "cyclic_release"}]
 )
 def test_generated_code(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """Inductor's CPU kernel: the masks and modifications compiled, and blocks skipped, as on a GPU."""
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
-    function = torch.compile(torch_flex.flex_attention, dynamic=False)  # inductor's C++ misnames a tenth size symbol
-    monkeypatch.setattr(flex, "_flex", lambda device: function)
+    monkeypatch.setattr(flex, "_needs_compiler", lambda device: True)
     compare("flex", Case(**{"grid": (9, 13), "window": 3, "dim": 16, "global_tokens": 2, **options}), torch.float32)
 
 

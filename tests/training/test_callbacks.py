@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vision_longformer.training.callbacks import Callback, CallbackList, Pictures, TensorBoard, curves
+from vision_longformer.training.callbacks import Callback, CallbackList, Pictures, TensorBoard, counted, curves
 from vision_longformer.training.run_directory import RunDirectory
 
 
@@ -137,3 +137,9 @@ def test_pictures_that_cannot_be_drawn_do_not_end_a_run(tmp_path: Path, caplog: 
     Pictures(run, ("top1",), fail).on_evaluate({"step": 40, "evaluation": {"top1": 1.0}}, True)
     assert caplog.messages == ["the pictures of step 40 could not be drawn: no font"]
     assert (run.path / "curves.png").exists()
+
+
+def test_counts_in_words() -> None:
+    assert [counted(1, "step"), counted(2000, "step"), counted(0.5, "epoch"), counted(1.0, "epoch")] == [
+        "1 step", "2,000 steps", "0.5 epochs", "1 epoch",
+    ]  # fmt: skip

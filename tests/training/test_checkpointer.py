@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from vision_longformer.errors import CheckpointError
 from vision_longformer.training.checkpointer import Checkpointer, Counters, latest_checkpoint, load_counters, load_state
 from vision_longformer.training.distributed import make_accelerator
 from vision_longformer.training.ema import WeightAverage
@@ -62,13 +65,63 @@ def test_restoring(best: float | None, tmp_path: Path) -> None:
     assert model.weight.item() == pytest.approx(1.7 - 0.1 * (0.9 * 3 + 1))
 
 
-def test_only_the_latest_checkpoint_stays(tmp_path: Path) -> None:
+def test_the_latest_two_checkpoints_stay(tmp_path: Path) -> None:
     checkpointer = after_one_step(tmp_path)[0]
     assert checkpointer.latest() is None
-    for step in (9, 10, 100):
+    assert checkpointer.latest_intact() is None
+    for step, before in ((9, []), (10, [9]), (100, [10]), (100, [10])):
         checkpointer.save(Counters(step))
-        assert [path.name for path in tmp_path.iterdir()] == [f"step_{step:09d}.pt"]
-        assert latest_checkpoint(tmp_path) == tmp_path / f"step_{step:09d}.pt"
+        names = [f"step_{number:09d}.pt" for number in (*before, step)]
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+        assert latest_checkpoint(tmp_path) == checkpointer.latest_intact() == tmp_path / names[-1]
+
+
+def flip(path: Path) -> None:
+    """One bit of the weights; of what torch reads without a complaint."""
+    content = bytearray(path.read_bytes())
+    where = content.index(torch.tensor(1.7).numpy().tobytes())
+    content[where] ^= 1
+    path.write_bytes(content)
+    assert load_state(path)["model"]["weight"].item() != torch.tensor(1.7).item()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-700])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (flip, "the checksum of .*/data/.* is wrong"),
+        (cut, "File is not a zip file"),
+        (empty, "File is not a zip file"),
+    ],
+)
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before(
+    damage: Callable[[Path], object], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = after_one_step(tmp_path)[0]
+    checkpointer.save(Counters(3))
+    checkpointer.save(Counters(5))
+    damage(tmp_path / "step_000000005.pt")
+    assert checkpointer.latest_intact() == checkpointer.latest_intact() == tmp_path / "step_000000003.pt"
+    (message,) = caplog.messages
+    assert re.search(rf"step_000000005.pt is damaged \({why}.*\): falling back to step_000000003.pt", message)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged.pt", "step_000000003.pt"]
+
+
+def test_a_run_without_an_intact_checkpoint_does_not_start_anew(tmp_path: Path) -> None:
+    checkpointer = after_one_step(tmp_path)[0]
+    for step in (3, 5):
+        checkpointer.save(Counters(step))
+        cut(tmp_path / f"step_{step:09d}.pt")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact; the run cannot be resumed"):
+            checkpointer.latest_intact()
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
+import platform
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from builders import fork_processes, run_program
+from torch.distributed import HashStore, Store
 from toy_tasks import BRIEF, START, FixedLossTask, LinearTask, RecipeTask, SignalAt, training_loop
 
 from vision_longformer.training.callbacks import Callback
 from vision_longformer.training.distributed import (
     agree,
+    agree_on_store,
     autocast,
     broadcast_from_main,
+    check_alike,
+    image_mesh,
     make_accelerator,
     mean_over_processes,
+    together,
 )
 from vision_longformer.training.loop import Interrupted
 from vision_longformer.training.recipe import TrainSettings
@@ -36,6 +41,8 @@ STEPPED = TrainSettings(
 )
 INPUTS = np.random.default_rng(3).normal(size=(2, 2, 1, 2))
 """(processes, micro-batches, samples, features); the targets are 1."""
+UNEVEN = torch.tensor([[1.0, 2.0], [-1.0, 0.5], [3.0, -2.0]]).double()
+"""(samples, features) of a batch that is shared 1 to 2; the targets are 1."""
 
 
 class SeedOf(Callback):
@@ -58,12 +65,8 @@ class EventsIn(Callback):
         self._seen["events"].append(step)
 
 
-def in_one_process(rank: int, folder: Path, port: int) -> None:
+def in_one_process(rank: int, count: int, folder: Path) -> None:
     """Everything that two processes have to agree on; what this one saw goes into ``RANK.json``."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    torch.set_num_threads(1)
     accelerator = make_accelerator(LOGGED)
     seen: dict[str, Any] = {
         "means": mean_over_processes(accelerator, {"a": torch.tensor(1.0 + rank), "b": torch.tensor(10.0 * rank)}),
@@ -72,7 +75,16 @@ def in_one_process(rank: int, folder: Path, port: int) -> None:
         "clock_of_main": agree(accelerator, 0, rank == 0),
         "clock_of_other": agree(accelerator, 0, rank == 1),
         "signal_of_other": agree(accelerator, 15 * rank, False),
+        "none_fails": outcome(lambda: together(lambda: fail(when=False))),
+        "both_fail": outcome(lambda: together(lambda: fail(when=True))),
+        "one_fails": outcome(lambda: together(lambda: fail(when=rank == 1))),
+        "alike": outcome(lambda: check_alike({"lr": 0.1})),
+        "unlike": outcome(lambda: check_alike({"lr": 0.1, "seed": rank})),
     }
+
+    mesh = image_mesh(accelerator, TrainSettings(spatial=2, timeout_minutes=2.0))
+    backends = [group._get_backend(torch.device("cpu")) for group in mesh.get_all_groups()]
+    seen["seconds"] = [backend.options._timeout.total_seconds() for backend in backends]
 
     def logged(callback: SignalAt | None = None) -> None:
         losses = [(10.0 if rank else 1.0) * (index + 1) for index in range(8)]
@@ -87,28 +99,36 @@ def in_one_process(rank: int, folder: Path, port: int) -> None:
     task = LinearTask(torch.from_numpy(INPUTS[rank]), torch.ones(2, 1).double(), batches_per_epoch=2)
     training_loop(folder / "stepped", task, STEPPED, SeedOf(seen)).train()
     seen["weights"] = task.weights()
+    share = UNEVEN[None, 1:] if rank else UNEVEN[None, :1]
+    uneven = LinearTask(share, torch.ones(share.shape[:2]).double(), batches_per_epoch=1)
+    training_loop(folder / "uneven", uneven, replace(STEPPED, batch_size=3, accumulate=1, log_every=1)).train()
+    seen["uneven"] = uneven.weights()
     seen["events"] = []
     train(RecipeTask, BRIEF, output=folder / "whole", callback=EventsIn(seen), steps=2, log_every=1)
     (folder / f"{rank}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
 
 
-def in_two_processes(folder: str) -> None:
-    """In an interpreter of its own, which may fork: it has no threads yet, and torch is imported once."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(in_one_process, (Path(folder), port), nprocs=2, start_method="fork")
+def outcome(call: Callable[[], object]) -> str:
+    """What a call returns, or what ends this process."""
+    try:
+        return f"returned {call()}"
+    except (ValueError, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fail(*, when: bool) -> str:
+    if when:
+        raise ValueError("no data")
+    return "all"
+
+
+def in_two_processes(folder: Path) -> None:
+    fork_processes(in_one_process, 2, folder)
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("processes")
-    program = "import sys, test_distributed; test_distributed.in_two_processes(sys.argv[1])"
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", program, str(folder)], env=environment, check=True)
-    return folder
+    return run_program(in_two_processes, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.fixture
@@ -125,6 +145,10 @@ def test_what_processes_agree_on(seen: list[dict[str, Any]]) -> None:
         assert values["clock_of_main"] == [0, True]
         assert values["clock_of_other"] == [0, False]
         assert values["signal_of_other"] == [15, False]
+
+
+def test_groups_of_processes_wait_as_long_as_the_settings_say(seen: list[dict[str, Any]]) -> None:
+    assert [values["seconds"] for values in seen] == [[120.0, 120.0]] * 2
 
 
 def test_a_signal_to_one_process_ends_all(seen: list[dict[str, Any]]) -> None:
@@ -150,9 +174,37 @@ def test_a_step_uses_the_mean_gradient_of_all_processes(seen: list[dict[str, Any
         assert values["weights"] == pytest.approx(expected, abs=1e-12)
 
 
+def test_every_sample_counts_the_same_where_shares_are_uneven(two_processes: Path, seen: list[dict[str, Any]]) -> None:
+    """Of three samples, process 0 has one. Errors of 0.5 x − y + 0.25 − 1: −2.25, −1.75, 2.75."""
+    gradient = np.array([-2.25 + 1.75 + 8.25, -4.5 - 0.875 - 5.5, -2.25 - 1.75 + 2.75]) / 3
+    expected = np.array(START) - 0.1 * gradient * 0.5 / (np.sqrt(gradient @ gradient) + 1e-6)
+    for values in seen:
+        assert values["uneven"] == pytest.approx(expected, abs=1e-12)
+    (line,) = [record for record in RunDirectory(two_processes / "uneven").records() if "loss" in record]
+    assert line["loss"] == pytest.approx((2.25**2 + 1.75**2 + 2.75**2) / 6)
+
+
+def test_what_fails_in_one_process_ends_all_with_one_sentence(seen: list[dict[str, Any]]) -> None:
+    first, second = seen
+    assert first["none_fails"] == second["none_fails"] == "returned all"
+    assert (first["both_fail"], second["both_fail"]) == ("ValueError: no data", "SystemExit: 2")
+    assert (first["one_fails"], second["one_fails"]) == ("SystemExit: 2", "ValueError: no data")
+
+
+def test_processes_must_be_alike(seen: list[dict[str, Any]]) -> None:
+    first, second = seen
+    assert first["alike"] == second["alike"] == "returned None"
+    host = platform.node()
+    assert first["unlike"] == (
+        f"ValueError: seed is 0 in process 0 on {host} but 1 in process 1 on {host}; start all with the same versions, "
+        "command and recipe"
+    )
+    assert second["unlike"] == "SystemExit: 2"
+
+
 def test_dropped_paths_differ_between_processes(seen: list[dict[str, Any]]) -> None:
-    """The seed of run 0, step 0, in process 0 and in process 1: of "(0, 'step', 0, PROCESS)"."""
-    assert [values["seed"] for values in seen] == [4542949739309568895, 4224516640017304111]
+    """The seed of run 0, step 0, in the last of two parts of each: of "(0, 'step', 0, 1)" and "(0, 'step', 0, 3)"."""
+    assert [values["seed"] for values in seen] == [4224516640017304111, 1686612459369737490]
 
 
 def test_one_process_logs_and_draws_for_all(two_processes: Path, seen: list[dict[str, Any]]) -> None:
@@ -160,6 +212,35 @@ def test_one_process_logs_and_draws_for_all(two_processes: Path, seen: list[dict
     run = RunDirectory(two_processes / "whole")
     assert [record["step"] for record in run.records()] == [1, 2, 2]
     assert len(list((run.path / "tensorboard").iterdir())) == 1
+
+
+# A store that outlives its processes
+
+
+def join(store: Store, rank: int, count: int, parts: dict[int, Store]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: parts.update({rank: agree_on_store(store, rank, count)}), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_processes_that_are_started_again_do_not_find_what_the_dead_have_written() -> None:
+    """Three starts with one store; the second has a process that dies before the others come, and then two."""
+    store, tokens = HashStore(), []
+    for count in (3, 2, 2):
+        if count == 2:
+            store.set("vil/word/1", "of a dead process")
+        parts: dict[int, Store] = {}
+        threads = [join(store, 0, count, parts)]
+        time.sleep(0.15)
+        threads += [join(store, rank, count, parts) for rank in range(1, count)]
+        for thread in threads:
+            thread.join(20)
+        assert sorted(parts) == list(range(count))
+        assert not parts[1].check(["address"])
+        parts[0].set("address", str(count))
+        assert parts[1].get("address").decode() == str(count)
+        tokens.append(store.get("vil/agreed"))
+    assert len(set(tokens)) == 3
 
 
 # In one process

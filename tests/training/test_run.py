@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +18,13 @@ from toy_tasks import BRIEF, LinearTask, RecipeTask, ToyRecipe, ToyTask
 
 from vision_longformer import VisionLongformer
 from vision_longformer.data.loading import Progress
+from vision_longformer.errors import CheckpointError
 from vision_longformer.models.attention.performer import orthogonal_features
 from vision_longformer.models.vision_longformer import Stage
 from vision_longformer.training.callbacks import Callback
 from vision_longformer.training.loop import TrainingLoop
-from vision_longformer.training.run import resume, train
+from vision_longformer.training.recipe import to_yaml
+from vision_longformer.training.run import _parts_now, resume, train
 from vision_longformer.training.run_directory import RunDirectory
 
 # New runs and resumed ones
@@ -96,6 +101,163 @@ def test_a_resumed_run_has_the_settings_it_was_started_with(tmp_path: Path) -> N
     assert (resumed.best, resumed.last) == (whole.best, whole.last)
 
 
+# Commands that are started again
+
+
+class Started(Callback):
+    """Notes the step that each run starts from."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_start(self, step: int, total: int, steps_per_epoch: int) -> None:
+        self.steps.append(step)
+
+
+def stopped(output: str | None = None, **changes: Any) -> None:
+    """A run that saves after every step and dies in its third."""
+    with pytest.raises(KeyboardInterrupt):
+        train(RecipeTask, "brief", output=output, callback=StopAt(3), checkpoint_minutes=0.0, **changes)
+
+
+def again(output: str | None = None, **changes: Any) -> tuple[str, list[int]]:
+    """The same command: its run directory, and the step it starts from."""
+    started = Started()
+    trained = train(RecipeTask, "brief", output=output, callback=started, checkpoint_minutes=0.0, **changes)
+    return str(trained.run), started.steps
+
+
+@pytest.mark.parametrize("output", [None, "mine"])
+def test_torchrun_starts_a_run_again(output: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same name of the run, also where it counts no restart; another torchrun starts another run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b7")
+    stopped(output)
+    run = output or "runs/small-brief-1"
+    assert again(output) == (run, [2])
+    assert again(output) == (run, [4])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b8")
+    if output is None:
+        assert again() == ("runs/small-brief-2", [0])
+    else:
+        with pytest.raises(FileExistsError, match=r"mine exists; give another --output, or resume that run by"):
+            again(output)
+
+
+def test_the_torchrun_of_older_versions_is_known_by_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They call every run "none"."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    stopped()
+    assert again() == ("runs/small-brief-1", [2])
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert again() == ("runs/small-brief-2", [0])
+
+
+def test_slurm_requeues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two runs of one job, that with the same settings; a second run of a job that was not requeued is a new one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    stopped(seed=1)
+    stopped(seed=2)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert again(seed=1) == ("runs/small-brief-1", [2])
+    assert again(seed=2) == ("runs/small-brief-2", [2])
+    monkeypatch.setenv("SLURM_JOB_ID", "13")
+    assert again(seed=2) == ("runs/small-brief-3", [0])
+
+
+def test_a_run_is_resumed_by_its_command_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    stopped("mine")
+    with pytest.raises(FileExistsError, match="mine exists; give another --output"):
+        again("mine")
+    with pytest.raises(
+        ValueError, match=r"mine was started by another command \(lr is 0.5, but was not given\); give another --output"
+    ):
+        again("mine", resume=True, lr=0.5)
+    assert again("mine", resume=True) == ("mine", [2])
+    assert again("other", resume=True) == ("other", [0])
+    assert again(resume=True) == ("runs/small-brief-1", [0])
+    assert again(resume=True) == ("runs/small-brief-1", [4])
+    assert again(resume=True, lr=0.5) == ("runs/small-brief-2", [0])
+
+
+def test_a_directory_that_was_half_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before the recipe was written."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b7")
+    with monkeypatch.context() as context:
+        context.setattr(RunDirectory, "write_recipe", lambda *_: exec("raise KeyboardInterrupt"))
+        with pytest.raises(KeyboardInterrupt):
+            train(RecipeTask, "brief", output=tmp_path / "run")
+    assert (tmp_path / "run" / "environment.json").exists()
+    assert train(RecipeTask, "brief", output=tmp_path / "run").run == tmp_path / "run"
+
+
+def test_more_epochs_that_are_started_again(tmp_path: Path) -> None:
+    """The restarted command has given the run its epochs already."""
+    run = train(RecipeTask, BRIEF, output=tmp_path / "run").run
+    with pytest.raises(KeyboardInterrupt):
+        resume(RecipeTask, run, epochs=2, callback=StopAt(6))
+    started = Started()
+    resume(RecipeTask, run, epochs=2, callback=started)
+    assert started.steps == [4]
+    assert "phase_start: 4\n" in (run / "recipe.yaml").read_text()
+
+
+def test_fewer_processes_split_their_shares_into_more_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A batch of 12 in two parts, in each of four processes: at most two images at once, also with fewer."""
+    settings = ToyRecipe(epochs=1, batch_size=12, accumulate=2)
+    parts = {}
+    for started, count in ((4, 4), (4, 3), (4, 1), (1, 4), (12, 1), (12, 5)):
+        accelerator = SimpleNamespace(num_processes=count, is_main_process=True)
+        parts[started, count] = _parts_now(settings, started, accelerator)  # type: ignore[arg-type]
+    assert parts == {(4, 4): 2, (4, 3): 3, (4, 1): 8, (1, 4): 1, (12, 1): 12, (12, 5): 2}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = RunDirectory.create(tmp_path / "run", to_yaml(settings)).path
+    monkeypatch.delenv("WORLD_SIZE")
+    caplog.set_level("INFO")
+    resume(RecipeTask, run)
+    assert RecipeTask.built.recipe.accumulate == 4
+    text = "1 process, where the run was started with 2: the batch of 12 is divided anew, each share in 4 parts"
+    assert text in caplog.messages
+    assert "accumulate: 2\n" in (run / "recipe.yaml").read_text()
+
+
+# Logs
+
+
+def test_the_log_tells_what_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(RecipeTask, BRIEF, output=tmp_path / "run", callback=StopAt(3), checkpoint_minutes=0.0)
+    newest = tmp_path / "run" / "checkpoints" / "step_000000002.pt"
+    newest.write_bytes(newest.read_bytes()[:-9])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert resume(RecipeTask, tmp_path / "run").run == tmp_path / "run"
+    (log,) = (tmp_path / "run" / "logs").iterdir()
+    assert log.name == "rank0.log"
+    lines = [line.split(" ", 2)[2] for line in log.read_text().splitlines() if line.startswith("20")]
+    host = platform.node()
+    assert lines[0] == f"started as process 0 of 1 on {host}, process id {os.getpid()}"
+    assert lines[1:3] == ["starting at step 0 of 4", "ended by Traceback (most recent call last):"]
+    assert lines[3].endswith(", restart 1 of torchrun")
+    assert "step_000000002.pt is damaged (File is not a zip file): falling back to step_000000001.pt" in lines[4]
+    assert lines[5:] == ["resuming from step 1 of 4", "finished after step 4"]
+
+
+def test_a_run_without_an_intact_checkpoint_says_so(tmp_path: Path) -> None:
+    """Before any callback has been told that the run starts."""
+    run = train(RecipeTask, BRIEF, output=tmp_path / "run").run
+    for checkpoint in (run / "checkpoints").iterdir():
+        checkpoint.write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact; the run cannot be resumed"):
+        resume(RecipeTask, run)
+
+
 # What is set up for every task
 
 
@@ -118,8 +280,8 @@ def test_features_are_drawn_from_the_seed_of_the_run(tmp_path: Path) -> None:
     assert torch.equal(features, orthogonal_features(4, 4, generator))
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_gradient_checkpointing_reaches_every_stage(enabled: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("enabled", [True, False, "strips"])
+def test_gradient_checkpointing_reaches_every_stage(enabled: bool | str, tmp_path: Path) -> None:
     train(RecipeTask, BRIEF, output=tmp_path / "run", grad_checkpointing=enabled, steps=1)
     stages = [module for module in RecipeTask.built.model.modules() if isinstance(module, Stage)]
     assert [stage.grad_checkpointing for stage in stages] == [enabled, enabled]
@@ -171,6 +333,8 @@ def test_models_that_cannot_checkpoint_are_refused(model: nn.Module, tmp_path: P
         ValueError, match="grad_checkpointing is on, but nothing in this model supports it; turn it off"
     ):
         train(Unsupported, BRIEF, output=tmp_path / "run", batch_size=1, grad_checkpointing=True)
+    with pytest.raises(ValueError, match="grad_checkpointing is strips, which only a Vision Longformer has; set it to"):
+        train(Unsupported, BRIEF, output=tmp_path / "strips", batch_size=1, grad_checkpointing="strips")
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -210,7 +374,7 @@ def test_a_finished_run_is_trained_further(tmp_path: Path) -> None:
 def test_a_run_that_is_not_finished_is_not_trained_further(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(RecipeTask, BRIEF, output=tmp_path / "run", callback=StopAt(3), checkpoint_minutes=0.0)
-    with pytest.raises(ValueError, match=r"is not finished \(step 2\); resume it first, then give it more epochs"):
+    with pytest.raises(ValueError, match=r"is not finished \(step 2 of 4\): resume it without --epochs, to its end"):
         resume(RecipeTask, tmp_path / "run", epochs=9)
     assert "phase_start: 0\n" in (tmp_path / "run" / "recipe.yaml").read_text()
 
@@ -219,7 +383,7 @@ def test_a_run_between_its_epochs_is_not_trained_further(tmp_path: Path) -> None
     """Evaluated after step 4 of 8, and stopped in step 5."""
     with pytest.raises(KeyboardInterrupt):
         train(RecipeTask, BRIEF, output=tmp_path / "run", callback=StopAt(5), epochs=2)
-    with pytest.raises(ValueError, match=r"is not finished \(step 4\)"):
+    with pytest.raises(ValueError, match=r"is not finished \(step 4 of 8\)"):
         resume(RecipeTask, tmp_path / "run", epochs=9)
 
 
@@ -230,7 +394,7 @@ def test_a_run_without_its_last_evaluation_is_not_trained_further(tmp_path: Path
 
     with pytest.raises(KeyboardInterrupt):
         train(Stopped, BRIEF, output=tmp_path / "run", steps=3, checkpoint_minutes=0.0)
-    with pytest.raises(ValueError, match=r"is not finished \(step 3\)"):
+    with pytest.raises(ValueError, match=r"is not finished \(step 3 of 3\)"):
         resume(RecipeTask, tmp_path / "run", epochs=9)
 
 

@@ -33,6 +33,14 @@ def test_a_run_by_hand() -> None:
     assert [epoch for epoch, _ in plan.rates] == [0, 0.75, 1.5, 2.25, 2.75]
 
 
+def test_processes_that_share_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pairs, each with three of six images; a process of a pair keeps half of what an image takes."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    settings = TrainSettings(epochs=1, batch_size=6, spatial=2, workers=0)
+    plan = scale_up(settings, MODEL, "", 1, 1, Trial(2.0, 10))
+    assert (plan.images, plan.trial.activation_bytes, plan.bytes) == (3, 5, 4 * 32 + 15)
+
+
 @pytest.mark.parametrize(("workers", "loading"), [(0, 6.0), (1, 6.0), (2, 3.0), (8, 3.0)])
 def test_reading_takes_time_beside_training(workers: int, loading: float) -> None:
     """On a CPU it is added, shared by the workers as far as there are cores."""

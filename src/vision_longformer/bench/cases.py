@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..geometry import Grid, ceil_div
+from ..large import stream
+from ..large.memory import MOST_CHUNK_ROWS
+from ..models import VisionLongformer
 from ..models.timm_registry import create_model
 from ..models.zoo import MODELS
 from ..ops import IMPLEMENTATIONS, local_attention
@@ -31,6 +34,10 @@ LARGE_MATMUL = "large_matmul"
 REFERENCES = (FULL_ATTENTION, BATCHED_MATMUL, LARGE_MATMUL)
 """What implementations of local attention are compared with: full attention by torch's kernel without bias, the matrix
 products of interior chunks alone with preallocated operands, and a large square matrix product."""
+
+PLAIN, CHECKPOINTING, STRIPS, STREAMED = "plain", "checkpointing", "strips", "streamed"
+"""How a model runs: as it is; with gradient checkpointing, of whole blocks or strip by strip; or streamed, without
+gradients."""
 
 MAX_BATCHED_FLOATS = 1 << 27
 """Operands and results of the batched matrix products; where there are more, the same operands serve several times."""
@@ -85,7 +92,10 @@ class AttentionWorkload:
 
 @dataclass(frozen=True)
 class ModelWorkload:
-    """A batch of images through a model of ours or of timm, for inference or a training step."""
+    """A batch of images through a model of ours or of timm, for inference or a training step.
+
+    ``method``: ``plain``; for models of ours also ``checkpointing`` or ``strips``, or ``streamed`` for one image.
+    """
 
     model: str
     height: int
@@ -93,6 +103,7 @@ class ModelWorkload:
     batch: int = 1
     neighbours: str = "all"
     implementation: str = "auto"
+    method: str = PLAIN
 
 
 Workload = AttentionWorkload | ModelWorkload
@@ -111,7 +122,7 @@ class Case:
     - ``mode``: forward, forward+backward, inference or training step;
     - ``round_key``: cases of a group that share this and the mode are timed in the same rounds;
     - ``baseline``: (point, variant) of the case, of the same mode, that this one is compared with;
-    - ``units``: tokens or images of one run.
+    - ``units``: tokens, images or pixels of one run.
     """
 
     point: str
@@ -151,7 +162,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Group:
-    """Cases of one figure. ``style`` says how it is drawn, ``unit`` what a cost is stated for: call, token, image."""
+    """Cases of one figure. ``style`` says how it is drawn, ``unit`` what a cost is stated for: call, token, image or
+    pixel."""
 
     bench: str
     name: str
@@ -308,6 +320,9 @@ def _model_pass(workload: ModelWorkload, mode: str, device: torch.device) -> Run
         model.eval()
 
         def infer() -> Tensor:
+            if workload.method == STREAMED:
+                assert isinstance(model, VisionLongformer)
+                return stream(model, images[0], rows=MOST_CHUNK_ROWS).logits
             with torch.inference_mode():
                 return model(images)
 
@@ -330,6 +345,7 @@ def build_model(workload: ModelWorkload) -> tuple[nn.Module, tuple[int, int]]:
     if workload.model in MODELS:
         ours = create_model(workload.model, neighbours=workload.neighbours)
         ours.set_attention_implementation(workload.implementation)
+        ours.set_grad_checkpointing({CHECKPOINTING: True, STRIPS: STRIPS}.get(workload.method, False))
         return ours, size
     padded = (_padded(workload.height), _padded(workload.width))
     try:

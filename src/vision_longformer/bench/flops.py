@@ -8,11 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from ..geometry import SELF_BLOCK
+from ..large.memory import free_memory
 from ..ops.tables import axis_window, chunk_tables
 from .cases import BATCHED_MATMUL, FORWARD_BACKWARD, FULL_ATTENTION, LARGE_MATMUL, AttentionWorkload, Case
 
 TEMPORARY_BYTES_PER_SECOND = 5e8
 """At which newly allocated temporaries are written and read again, page faults included."""
+
+
+FREE_PART = 0.85
+"""Of the free memory that a model may be expected to take."""
 
 
 def required_flops(case: Case) -> int | None:
@@ -70,6 +75,13 @@ class Limits:
         if seconds > self.max_seconds:
             return f"would take about {seconds:.1f} s a run; the limit is {self.max_seconds:g} s"
         return None
+
+    def refuse_extra(self, expected: float) -> str | None:
+        """Why a model that is expected to take so many bytes should not be started; None if it should."""
+        free = free_memory(self.device)
+        if expected <= FREE_PART * free:
+            return None
+        return f"would need about {expected / 1e9:.1f} GB; {free / 1e9:.1f} GB are free"
 
     def temporary_bytes(self, case: Case) -> float:
         """Of the scores or copied windows that a method holds at its peak."""

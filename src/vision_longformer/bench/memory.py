@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import resource
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..training.meter import peak, start_peak
 from .fork_server import ChildFailed, ForkServer
 from .timing import synchronize
 
@@ -37,9 +36,9 @@ def peak_growth(run: Callable[[], object], device: torch.device) -> int:
         synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     _release_free_memory()
-    before = _start_peak()
+    before = start_peak()
     run()
-    return max(0, _peak() - before)
+    return max(0, peak() - before)
 
 
 def warm_up_layers() -> None:
@@ -101,23 +100,3 @@ def _release_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _start_peak() -> int:
-    """Begin a new peak where the system can (Linux); returns the memory of now, elsewhere the peak up to now."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return _status("VmRSS")
-    except OSError:
-        return _peak()
-
-
-def _peak() -> int:
-    if Path("/proc/self/status").exists():
-        return _status("VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))

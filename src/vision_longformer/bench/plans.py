@@ -15,10 +15,14 @@ from ..models.zoo import MODELS
 from ..ops import IMPLEMENTATIONS
 from ..ops.local_attention import AUTOMATIC
 from .cases import (
+    CHECKPOINTING,
     FORWARD,
     FORWARD_BACKWARD,
     INFERENCE,
+    PLAIN,
     REFERENCES,
+    STREAMED,
+    STRIPS,
     TRAINING_STEP,
     AttentionWorkload,
     Case,
@@ -47,6 +51,9 @@ PAPER_WINDOW = 8
 
 BASELINE_MODEL = "swin_tiny_patch4_window7_224"
 OUR_MODELS = ("vision_longformer_tiny", "vision_longformer_small")
+LARGE_METHODS = {INFERENCE: (PLAIN, STREAMED), TRAINING_STEP: (PLAIN, CHECKPOINTING, STRIPS)}
+"""How models of ours run on large images; others run plain only."""
+
 OTHER_MODELS = (BASELINE_MODEL, "deit_small_patch16_224", "pvt_v2_b2", "resnet50")
 
 
@@ -92,12 +99,17 @@ class Options:
 
 
 class Benchmark(NamedTuple):
-    """Its groups for some options, the options that apply to it, and the seconds it takes, quick or not."""
+    """Its groups for some options, the options that apply to it, and the seconds it takes, quick or not.
+
+    ``large``: its cases may take most of the memory. It is no part of 'all', and is timed with the default allocator
+    only, since the other would keep what the largest case took.
+    """
 
     groups: Callable[[Options], list[Group]]
     applicable: tuple[str, ...]
     quick_seconds: float
     seconds: float
+    large: bool = False
 
 
 def plan(what: str, options: Options, only: str | None = None) -> dict[str, list[Group]]:
@@ -106,7 +118,7 @@ def plan(what: str, options: Options, only: str | None = None) -> dict[str, list
     ``only`` selects the groups with this in their name.
     """
     check_choice("benchmark", what, (ALL, *BENCHMARKS))
-    names = tuple(BENCHMARKS) if what == ALL else (what,)
+    names = tuple(name for name, each in BENCHMARKS.items() if not each.large) if what == ALL else (what,)
     for option in ("implementations", "sizes", "models", "windows", "baseline", "batch", "shift"):
         if getattr(options, option) and not all(option in BENCHMARKS[name].applicable for name in names):
             takers = ", ".join(name for name, benchmark in BENCHMARKS.items() if option in benchmark.applicable)
@@ -278,6 +290,25 @@ def _model_groups(options: Options) -> list[Group]:
     return [Group("models", "models", about, "bars", "image", tuple(cases))]
 
 
+def _large_groups(options: Options) -> list[Group]:
+    """Time and memory over the size of one image: our models plain and in parts, others plain."""
+    names = options.models or (OUR_MODELS[0], BASELINE_MODEL)
+    sizes = sorted(options.sizes or (_squares(256, 512) if options.quick else _squares(512, 1024, 2048, 4096)))
+    _check_models(names)
+    cases = []
+    for (height, width), (mode, methods) in product(sizes, LARGE_METHODS.items()):
+        point = f"{height}×{width}, {height * width / 1e6:.3g} MP"
+        baseline = point, f"{names[0]}, {PLAIN}"
+        for name, method in product(names, methods):
+            if name in MODELS or method == PLAIN:
+                workload = ModelWorkload(name, height, width, method=method)
+                cases.append(Case(point, f"{name}, {method}", mode, point, baseline, height * width, workload))
+    about = (
+        "one large image; a training step is forward, backward and plain SGD; extra memory is beside weights and image"
+    )
+    return [Group("large", "images", about, "lines", "pixel", tuple(cases))]
+
+
 def _shift_groups(options: Options) -> list[Group]:
     """Random shift against all neighbours: the attention alone, and a training step of a model."""
     names = options.models or (OUR_MODELS[:1] if options.quick else OUR_MODELS[1:])
@@ -331,5 +362,6 @@ BENCHMARKS = {
     "shift": Benchmark(_shift_groups, ("implementations", "sizes", "models", "batch"), 10, 300),
     "models": Benchmark(_model_groups, ("implementations", "sizes", "models", "baseline", "batch", "shift"), 18, 1800),
     "scaling": Benchmark(_scaling_groups, ("implementations", "sizes", "batch"), 7, 600),
+    "large": Benchmark(_large_groups, ("sizes", "models"), 60, 5400, large=True),
 }
 ALL = "all"

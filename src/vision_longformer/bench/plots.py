@@ -85,19 +85,22 @@ def missing_word(row: Row) -> str:
 
 
 def _draw_lines(group: GroupResult) -> Figure:
-    """Time with each allocator, and extra memory, over the side of the map; a row of panels per mode."""
+    """Time with each allocator, and extra memory, over the size of the map; a row of panels per mode."""
     allocators = _allocators(group)
+    unit = "s" if group.unit == "pixel" else "ms"
     figure, panels = _line_panels(_modes(group), len(allocators) + 1)
     for mode, row in zip(_modes(group), panels, strict=True):
         for axes, allocator in zip(row, allocators, strict=False):
             if axes is not row[0]:
                 axes.sharey(row[0])
-            _plot_variants(axes, group, mode, partial(_milliseconds, allocator=allocator))
-            _shade_quartiles(axes, group, mode, allocator)
-            _mark_single(axes, group, mode, partial(_milliseconds, allocator=allocator), allocator)
-            _finish_lines(axes, group, f"{mode}: ms, {ALLOCATOR_TEXTS[allocator]}", "ms")
+            value = partial(_time, allocator=allocator, unit=unit)
+            _plot_variants(axes, group, mode, value)
+            _shade_quartiles(axes, group, mode, value)
+            _mark_single(axes, group, mode, value, allocator)
+            _finish_lines(axes, group, f"{mode}: {unit}, {ALLOCATOR_TEXTS[allocator]}", unit)
         _plot_variants(row[-1], group, mode, partial(_megabytes, parts=("extra",)))
-        _plot_floor(row[-1], group, mode, partial(_megabytes, parts=("inputs", "outputs")))
+        if group.unit != "pixel":  # models have weights of their own
+            _plot_floor(row[-1], group, mode, partial(_megabytes, parts=("inputs", "outputs")))
         _finish_lines(row[-1], group, f"{mode}: extra memory in MB", "MB")
     _line_legend(figure, panels)
     return figure
@@ -124,8 +127,9 @@ def _draw_per_token(group: GroupResult) -> Figure:
     return figure
 
 
-def _milliseconds(row: Row, allocator: str, statistic: str = "median") -> float | None:
-    return 1e3 * row.time[allocator][statistic] if allocator in row.time else None
+def _time(row: Row, allocator: str, unit: str, statistic: str = "median") -> float | None:
+    """In s or ms."""
+    return {"s": 1, "ms": 1e3}[unit] * row.time[allocator][statistic] if allocator in row.time else None
 
 
 def _nanoseconds_per_token(row: Row) -> float | None:
@@ -187,10 +191,10 @@ def _mark_single(axes: Axes, group: GroupResult, mode: str, value: Value, alloca
         axes.plot(sides, values, "D", ms=7, mfc="none", mec="black", mew=0.6, label=SINGLE_TEXT)
 
 
-def _shade_quartiles(axes: Axes, group: GroupResult, mode: str, allocator: str) -> None:
+def _shade_quartiles(axes: Axes, group: GroupResult, mode: str, value: Callable[..., float | None]) -> None:
     for variant in _variants(group.rows):
-        low = _points(group, mode, variant, partial(_milliseconds, allocator=allocator, statistic="q1"))
-        high = _points(group, mode, variant, partial(_milliseconds, allocator=allocator, statistic="q3"))
+        low = _points(group, mode, variant, partial(value, statistic="q1"))
+        high = _points(group, mode, variant, partial(value, statistic="q3"))
         if low:
             sides, lows = zip(*low, strict=True)
             colour, _ = _line_style(group, variant)
@@ -217,6 +221,11 @@ def _side(row: Row) -> float:
     return math.sqrt(row.case.workload.height * row.case.workload.width)
 
 
+def _size_text(row: Row, unit: str) -> str:
+    workload = row.case.workload
+    return f"{row.case.units / 1e6:.3g}" if unit == "pixel" else f"{workload.height}×{workload.width}"
+
+
 def _line_style(group: GroupResult, variant: str) -> tuple[str, str]:
     if variant in REFERENCE_STYLES:
         return REFERENCE_STYLES[variant]
@@ -230,8 +239,8 @@ def _finish_lines(axes: Axes, group: GroupResult, title: str, unit: str) -> None
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_title(title, fontsize=9)
-    axes.set_xlabel("feature map (tokens)", fontsize=8)
-    sizes = {_side(row): f"{row.case.workload.height}×{row.case.workload.width}" for row in group.rows}
+    axes.set_xlabel("megapixels" if group.unit == "pixel" else "feature map (tokens)", fontsize=8)
+    sizes = {_side(row): _size_text(row, group.unit) for row in group.rows}
     sides = sorted(sizes)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(sides, [sizes[side] for side in sides], rotation=30)
@@ -249,7 +258,7 @@ def _line_legend(figure: Figure, panels: Any) -> None:
     for axes in panels.flat:
         entries |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     entries |= {label: entries.pop(label) for label in (SINGLE_TEXT, MISSING_TEXT) if label in entries}  # to the end
-    columns = min(6, len(entries))
+    columns = min(len(entries), max(1, int(14 * figure.get_figwidth() / (8 + max(map(len, entries))))))
     figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=columns, fontsize=8)
 
 

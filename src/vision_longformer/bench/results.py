@@ -104,6 +104,22 @@ class GroupResult:
                 ratio = statistics.median(other / own for other, own in pairs)
                 time["speedup"] = ratio * row.case.units / baseline.case.units
 
+    def expected_extra(self, row: Row) -> float:
+        """Bytes of extra memory of a model's row, in proportion to the pixels of the largest image below its own with
+        which the same has been measured; 0 if there is none."""
+        case = row.case
+        same = [own for own in self.rows if (own.case.variant, own.case.mode) == (case.variant, case.mode)]
+        known = [(own.case.units, own.memory["extra"]) for own in same if own.memory and own.case.units < case.units]
+        units, extra = max(known, default=(1, 0))
+        return extra * case.units / units
+
+    def memory_ratio(self, row: Row) -> float | None:
+        """Extra memory of a row over that of its baseline."""
+        baseline = self.find(*row.case.baseline, row.case.mode)
+        if baseline is None or not baseline.memory or not row.memory:
+            return None
+        return row.memory["extra"] / max(1, baseline.memory["extra"])
+
     def matmul_fraction(self, row: Row, allocator: str) -> float | None:
         """Operations per second as a fraction of those of the large matrix product timed in the same rounds."""
         matmul = self.find(row.case.point, LARGE_MATMUL, row.case.mode)

@@ -19,7 +19,7 @@ from .cases import (
     Group,
 )
 from .flops import Limits, default_max_bytes, required_flops
-from .plans import Options, default_budget
+from .plans import BENCHMARKS, Options, default_budget
 from .results import GroupResult, Result, Row, machine_facts
 from .timing import OUT_OF_TIME, Budget, Samples
 from .worker import ALLOCATORS, RoundProgress, WorkerError, Workers
@@ -50,7 +50,8 @@ def run(
     if budget is not None:
         budgets = {name: seconds * budget / sum(budgets.values()) for name, seconds in budgets.items()}
     total = sum(budgets.values())
-    allocators = tuple(ALLOCATORS) if options.device.type == "cpu" else ("default",)
+    large = any(BENCHMARKS[name].large for name in plans)
+    allocators = tuple(ALLOCATORS) if options.device.type == "cpu" and not large else ("default",)
     chosen = {name: value for name, value in asdict(options).items() if name != "device"}
     result = Result(
         what,
@@ -60,7 +61,7 @@ def run(
     )
     end = time.monotonic() + total
     with Workers(allocators, options.device, threads) as workers:
-        runner = Runner(workers, options, total, progress)
+        runner = Runner(workers, options, total, progress, min_rounds=3 if large else 5)
         for name, groups in plans.items():
             pace = (end - time.monotonic()) / sum(budgets.values())
             planned = budgets.pop(name)
@@ -75,10 +76,12 @@ def run(
 class Runner:
     """Fills in rows with the help of the workers. Progress is counted in planned seconds, ``total`` of them."""
 
-    def __init__(self, workers: Workers, options: Options, total: float, progress: Progress) -> None:
+    def __init__(
+        self, workers: Workers, options: Options, total: float, progress: Progress, min_rounds: int = 5
+    ) -> None:
         self._workers, self._progress, self._total, self._done = workers, progress, total, 0.0
         self._quick = options.quick
-        self._rounds, max_seconds = ((2, 15), 0.6) if options.quick else ((5, 50), 30.0)
+        self._rounds, max_seconds = ((2, 15), 0.6) if options.quick else ((min_rounds, 50), 30.0)
         progress("starting", 0, total)
         max_bytes = default_max_bytes(options.device)
         self._limits = Limits(options.device, self._matmul_flops(), max_bytes, max_seconds)
@@ -91,15 +94,17 @@ class Runner:
         for group, blocks in groups_blocks:
             for block in blocks:
                 share = max(0.0, end - time.monotonic()) * block.weight / left
-                self._fill(block, share, planned * block.weight / whole)
+                self._fill(group, block, share, planned * block.weight / whole)
                 left -= block.weight
                 self._done += planned * block.weight / whole
             group.compute_speedups()
             yield group
 
-    def _fill(self, block: Block, seconds: float, planned: float) -> None:
+    def _fill(self, group: GroupResult, block: Block, seconds: float, planned: float) -> None:
         """Times with each allocator, then memory; each of these gets an equal part of the time."""
-        rows = self._startable(block.rows)
+        rows = self._startable(group, block.rows)
+        if not rows:
+            return
         rows.sort(key=lambda row: self._limits.seconds(row.case))
         part, start = 1 / (len(self._workers.allocators) + 1), time.monotonic()
         budget = Budget(seconds * part, *self._rounds, limit=1.5 * seconds * part, strict=self._quick)
@@ -118,7 +123,7 @@ class Runner:
             report(len(self._workers.allocators) + index / len(rows))
             self._measure_memory(row, start + 1.3 * seconds)
 
-    def _startable(self, rows: list[Row]) -> list[Row]:
+    def _startable(self, group: GroupResult, rows: list[Row]) -> list[Row]:
         """Those that are neither refused nor too much for the machine; the others get the reason."""
         refusals: Sequence[str | None]
         try:
@@ -128,6 +133,8 @@ class Runner:
         for row, refusal in zip(rows, refusals, strict=True):
             row.flops = required_flops(row.case)
             reason = refusal or self._limits.refusal(row.case)
+            if reason is None and group.unit == "pixel":
+                reason = self._limits.refuse_extra(group.expected_extra(row))
             if reason is not None:
                 row.add_reason(reason)
         return [row for row in rows if not row.reasons]
@@ -173,13 +180,14 @@ class Block:
 
     @property
     def weight(self) -> float:
-        """Its part in the sharing of the time: more for larger maps and for backward passes."""
+        """Its part in the sharing of the time: more for larger maps and for backward passes; in proportion to the side
+        of a map, of which much is overhead, and to the area of a large image."""
         return sum(_weight(row.case) for row in self.rows)
 
 
 def _weight(case: Case) -> float:
-    area = case.workload.batch * case.workload.height * case.workload.width
-    return (2 if case.mode in (FORWARD_BACKWARD, TRAINING_STEP) else 1) * (1 + math.sqrt(area) / 56)
+    side = math.sqrt(case.workload.batch * case.workload.height * case.workload.width)
+    return (2 if case.mode in (FORWARD_BACKWARD, TRAINING_STEP) else 1) * (1 + side / 56 * max(1.0, side / 1024))
 
 
 def _blocks(group: GroupResult) -> list[Block]:

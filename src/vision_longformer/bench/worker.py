@@ -33,7 +33,7 @@ ALLOCATORS: dict[str, dict[str, str]] = {
 """Environments of the C library's allocator. ``default`` returns large blocks to the system and pays for their pages
 again at the next call; ``kept`` (glibc only) never does, as in a process that has tuned its allocator."""
 
-MEMORY_SECONDS = 120.0
+MEMORY_SECONDS = 1800.0
 """After which a run that measures memory is given up."""
 
 RoundProgress = Callable[[int, int], None]

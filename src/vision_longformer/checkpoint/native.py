@@ -20,15 +20,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..files import atomic_write
+from ..files import atomic_write, suggest_path
 from ..models.config import ModelConfig
 from ..models.vision_longformer import VisionLongformer
 
 CLASSIFIER, DETECTOR = "vision_longformer/1", "vision_longformer_detector/1"
 
 READERS = {
-    CLASSIFIER: "a classifier, which vision_longformer.load reads",
-    DETECTOR: "a detector, which load_detector reads",
+    CLASSIFIER: "a classifier, which is for 'vil predict' and 'vil evaluate'",
+    DETECTOR: "a detector, which is for 'vil detect predict' and 'vil detect evaluate'",
 }
 """What a file of each format is."""
 
@@ -197,9 +197,8 @@ def weights_file(location: str | Path) -> Path:
             )
         return path / WEIGHTS
     if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no file {path}; weights that are built in are {', '.join(shipped_weights())}"
-        )
+        built_in = f"weights that are built in are {', '.join(shipped_weights())}"
+        raise FileNotFoundError(f"there is no file or run directory {path}; {suggest_path(path) or built_in}")
     return path
 
 

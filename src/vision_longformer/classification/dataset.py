@@ -15,16 +15,18 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
+from ..checkpoint import load_info
 from ..checkpoint.native import weights_file
 from ..data.loading import UNREADABLE, Batch, BatchLoader, DataError, LabelledBatch
-from ..data.order import SINGLE_PROCESS, Batching, MicroBatch, Process, epoch_order
+from ..data.order import SINGLE_PROCESS, MicroBatch, Process, epoch_order
 from ..data.randomness import derive_seed, seeded
 from ..data.shards import ShardSource
-from ..data.sources import ArraySource, NoSplitError, Source, open_source, subset
-from ..data.split import EVAL_FRACTION, Split, hold_out
+from ..data.sources import CLASS_FOLDERS, ArraySource, NoSplitError, Source, open_source, subset
+from ..data.split import AS_BEFORE, EVAL_FRACTION, HELD_OUT, INHERITED, UNKNOWN, Split, hold_out
 from ..errors import check_at_least
+from ..export.runtime import is_exported
 from ..training.recipe import resolve
-from ..training.run_directory import RECIPE, find_run
+from ..training.run_directory import RECIPE, find_run, no_run_error
 from .augment import BatchAugmentation, crop_padding, image_augmentation, resize_before_crop
 from .preprocessing import Preprocessing
 from .recipe import ClassificationRecipe
@@ -98,6 +100,8 @@ def open_splits(recipe: ClassificationRecipe, run: Path | None = None) -> Splits
     Where the data has no evaluation split, or ``eval_fraction`` says so, some of the training images are held out.
     """
     train = open_images(recipe.data, recipe.train_split, num_classes=recipe.num_classes)
+    if len(train.classes) == 1:
+        raise ValueError(f"{recipe.data} has a single class, {train.classes[0]!r}: nothing to learn; {CLASS_FOLDERS}")
     split = Split.read(run)
     if split is None and recipe.eval_fraction is None:
         try:
@@ -107,34 +111,29 @@ def open_splits(recipe: ClassificationRecipe, run: Path | None = None) -> Splits
                 raise
     if isinstance(train, ShardSource) or not len(train.labels):
         raise ValueError(f"eval_fraction cannot hold out images of {recipe.data}, which does not list its labels")
-    how = "held out as before"
+    how = AS_BEFORE
     if split is None:
-        split, how = _inherited_split(recipe, train), "held out as by the run that it starts from"
+        split, how = _inherited_split(recipe, train)
     if split is None:
         split = hold_out(train.names, list(train.labels), recipe.eval_fraction or EVAL_FRACTION, recipe.seed)
-        how = "held out from the training images"
     return Splits(subset(train, split.train, recipe.data), subset(train, split.evaluation, recipe.data), split, how)
 
 
-def _inherited_split(recipe: ClassificationRecipe, train: Source) -> Split | None:
-    """That of the run whose weights this one starts from, if on the same images: they have seen its training images.
+def _inherited_split(recipe: ClassificationRecipe, train: Source) -> tuple[Split | None, str]:
+    """That of the weights that the run starts from, which have seen its training images, and how images are held out.
 
-    A copy of a folder, with images added or removed, has the same images by their names.
+    Images of arrays have no names of their own, so that a split is known to be theirs only by the run's recipe.
     """
-    run = None if recipe.init is None else find_run(recipe.init)
-    split = Split.read(run)
-    if run is None or split is None:
-        return None
-    names, held = set(train.names), set(split.evaluation)
-    if isinstance(train, ArraySource):  # whose images have no names of their own
-        same = _same(recipe.data, resolve(ClassificationRecipe, str(run / RECIPE)).data)
+    split = None if recipe.init is None else Split.read(weights_file(recipe.init).parent)
+    if split is None or recipe.init is None:
+        return None, HELD_OUT
+    run = find_run(weights_file(recipe.init))
+    named = not isinstance(train, ArraySource)
+    if named or (run and _same(recipe.data, resolve(ClassificationRecipe, str(run / RECIPE)).data)):
+        split = split.applied_to(train.names)
     else:
-        same = 2 * len(names & {*split.train, *held}) >= len(split.train) + len(held)
-    if not same or not names & held:
-        return None
-    return Split(
-        tuple(name for name in train.names if name not in held), tuple(name for name in train.names if name in held)
-    )
+        split = None
+    return split, INHERITED if split else UNKNOWN
 
 
 def build_train_set(
@@ -185,11 +184,12 @@ def find_images(checkpoint: str | Path, data: str | None, split: str | None) -> 
     Of the run's own data, "train" and "validation" are the images that the run trained and was evaluated on, also where
     the data is not divided.
     """
+    if not is_exported(checkpoint):
+        load_info(checkpoint)  # says if there is no such file, or another kind of model in it
     run = find_run(checkpoint)
     recipe = None if run is None else resolve(ClassificationRecipe, str(run / RECIPE))
     if data is None and recipe is None:
-        weights_file(checkpoint)  # says if there is no such file
-        raise ValueError(f"{checkpoint} is not in a run directory, which would name its data; give --data DATA")
+        raise no_run_error(checkpoint)
     if recipe is None or (data is not None and not _same(data, recipe.data)):
         return EvalImages(str(data), split or "validation")
     divided = Split.read(run)
@@ -231,7 +231,7 @@ class IndexedTrainSet:
         self, source: Source, recipe: ClassificationRecipe, preprocessing: Preprocessing, process: Process
     ) -> None:
         self.skipped = 0
-        self._batching = Batching(recipe.batch_size, recipe.accumulate, process)
+        self._batching = recipe.batching(process)
         self.batches_per_epoch = self._batching.micro_batches(len(source))
         self._requests: list[MicroBatch] = []
         self._loader = BatchLoader(_AugmentedSamples(source, recipe, preprocessing), self._requests, recipe.workers)
@@ -366,7 +366,7 @@ class InMemoryTrainSet:
         _check_in_memory(recipe)
         self._recipe = recipe
         self._preprocessing = preprocessing
-        self._batching = Batching(recipe.batch_size, recipe.accumulate, process)
+        self._batching = recipe.batching(process)
         self.batches_per_epoch = self._batching.micro_batches(len(source))
         self._source = source
         self._labels = torch.from_numpy(source.labels)

@@ -10,12 +10,14 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from ..data.check import ignored_files
+from ..data.check import count_loose
+from ..data.images import count_kinds
 from ..data.loading import UNREADABLE
 from ..data.shards import ShardSource
 from ..data.sources import Source
 from ..models import VisionLongformer
-from ..training.callbacks import duration
+from ..models.zoo import describe_model
+from ..training.callbacks import counted, duration
 from ..training.distributed import autocast
 from ..training.estimate import Estimate, Trial, scale_up, trial_step
 from .augment import image_augmentation
@@ -25,6 +27,9 @@ from .recipe import ClassificationRecipe
 
 TRIAL_BATCH_SIZE = 4
 """Images of the trial step."""
+
+IMAGENET_IMAGES, IMAGENET_EVALUATED, IMAGENET_CLASSES = 1_281_167, 50_000, 1000
+"""What is assumed where the data is not here: ImageNet-1K."""
 
 TRIAL_READS = 8
 """Images that are read and augmented for trial."""
@@ -46,8 +51,13 @@ def estimate(recipe: ClassificationRecipe, splits: Splits | None = None) -> Esti
 def _data_size(recipe: ClassificationRecipe, splits: Splits | None) -> tuple[int, int, int, int]:
     """Images to train on and to evaluate on, classes, and micro-batches of a process in an epoch."""
     if splits is None:
-        images = recipe.num_images or 1_281_167
-        return images, 50_000, recipe.num_classes or 1000, images // recipe.batch_size * recipe.accumulate
+        images = recipe.num_images or IMAGENET_IMAGES
+        return (
+            images,
+            IMAGENET_EVALUATED,
+            recipe.num_classes or IMAGENET_CLASSES,
+            images // recipe.batch_size * recipe.accumulate,
+        )
     classes = splits.train.classes
     config = recipe.model_config(len(classes))
     train_set = build_train_set(splits.train, recipe, recipe_preprocessing(recipe, config, classes))
@@ -98,18 +108,33 @@ def run_summary(recipe: ClassificationRecipe, splits: Splits, starts_from: str) 
     plan = estimate(recipe, splits)
     held_out = f", {splits.how} (split.json)" if splits.how else ""
     config = recipe.model_config(len(splits.train.classes))
-    epochs = "epoch" if plan.epochs == 1 else "epochs"
     rows = {
         "data": recipe.data,
         "training": f"{_count(splits.train, recipe.num_images):,} images: {_by_class(splits.train)}",
         "evaluation": f"{_count(splits.evaluation):,} images: {_by_class(splits.evaluation)}{held_out}",
-        "ignored": "" if isinstance(splits.train, ShardSource) else _counted(ignored_files(splits.train)),
-        "model": f"{recipe.model}, images of {'×'.join(map(str, config.img_size))}",
+        "ignored": "" if isinstance(splits.train, ShardSource) else _counted(count_kinds(splits.train.ignored)),
+        "warning": "; ".join(_doubts(splits)),
+        "model": f"{describe_model(recipe.model, config)}, images of {'×'.join(map(str, config.img_size))}",
         "starts from": starts_from,
-        "schedule": f"{plan.epochs:g} {epochs}, {plan.steps:,} steps of {recipe.batch_size} images",
+        "schedule": (
+            f"{counted(plan.epochs, 'epoch')}, {counted(plan.steps, 'step')} of {counted(recipe.batch_size, 'image')}"
+        ),
         "expected": f"about {duration(plan.seconds)}",
     }
     return {name: text for name, text in rows.items() if text}
+
+
+def _doubts(splits: Splits) -> list[str]:
+    """What suggests that images are not where they should be, or too few."""
+    train, evaluation = splits.train, splits.evaluation
+    if isinstance(train, ShardSource) or isinstance(evaluation, ShardSource) or not len(evaluation.labels):
+        return []
+    doubts, there = [], set(map(int, evaluation.labels))
+    if (loose := count_loose(train)) > len(train) + len(evaluation):
+        doubts.append(f"most images ({loose}) lie outside of class folders, and are not used")
+    if missing := [name for number, name in enumerate(evaluation.classes) if number not in there]:
+        doubts.append(f"not in the evaluation images: {', '.join(missing)}")
+    return doubts
 
 
 def _by_class(images: Source | ShardSource) -> str:

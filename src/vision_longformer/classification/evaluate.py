@@ -37,7 +37,7 @@ def evaluate(
     Under ``torchrun``, each process takes a share, every image is counted once, and all return the whole result.
 
     Args:
-        checkpoint: a .safetensors file of ours, a run directory, or a .onnx or .pt2 file that was exported from one.
+        checkpoint: a .safetensors file of ours, a run directory, or a .onnx, .xml or .pt2 file exported from one.
         data: as in recipes: a folder, .npz, .tar or .zip file, shards, hfds/…, torch/…, or the built-in fashion-mnist;
             that of the checkpoint's run if None.
         split: which part of it; the run's evaluation images, or "validation" of other data, if None.
@@ -74,17 +74,18 @@ def evaluate_model(
     device: torch.device,
     precision: str = "fp32",
     progress: Progress | None = None,
+    group: distributed.ProcessGroup | None = None,
 ) -> Result:
-    """Accuracy and loss of a model, over all processes; the model is left in the mode it was in.
+    """Accuracy and loss of a model, over all processes of a group; the model is left in the mode it was in.
 
     Without gradients, but not in inference mode: what the attention caches there could not be trained with later.
     """
     training = model.training
     meter = Meter(len(eval_set.classes), device)
-    processes = distributed.get_world_size() if distributed.is_initialized() else 1
+    processes = distributed.get_world_size(group) if distributed.is_initialized() else 1
     batches = eval_set.batches()
     if processes > 1:
-        batches = pad_to_longest(batches, eval_set.shape, device)
+        batches = pad_to_longest(batches, eval_set.shape, device, group)
     model.eval()
     done = 0
     try:
@@ -98,11 +99,16 @@ def evaluate_model(
     finally:
         model.train(training)
     meter.skipped += eval_set.skipped
-    meter.reduce()
+    meter.reduce(group)
     return meter.result()._replace(classes=eval_set.classes)
 
 
-def pad_to_longest(batches: Iterable[Batch], shape: tuple[int, int, int], device: torch.device) -> Iterator[Batch]:
+def pad_to_longest(
+    batches: Iterable[Batch],
+    shape: tuple[int, int, int],
+    device: torch.device,
+    group: distributed.ProcessGroup | None = None,
+) -> Iterator[Batch]:
     """As many batches in each process as in the one with the most: a sharded model runs in all processes or in none.
 
     The extra ones are an image of ``shape`` (C, H, W) and no labels, to be run and not counted.
@@ -112,7 +118,7 @@ def pad_to_longest(batches: Iterable[Batch], shape: tuple[int, int, int], device
     while True:
         batch = next(own, None)
         remaining = torch.tensor(int(batch is not None), device=device)
-        distributed.all_reduce(remaining)
+        distributed.all_reduce(remaining, group=group)
         if not remaining:
             return
         yield extra if batch is None else batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import mul
 from pathlib import Path
 from statistics import median
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from ..checkpoint import load, load_info
+from ..checkpoint.native import DETECTOR, READERS
 from ..data.loading import Progress
 from ..errors import CheckpointError
-from ..export.runtime import ExportedModel, is_exported, load_exported
+from ..export.runtime import ExportedModel, file_bytes, is_exported, load_exported
 from ..export.verify import ExportedFile, export_verified
 from ..export.writers import file_metadata
 from ..models import VisionLongformer
@@ -72,7 +73,7 @@ def export_model(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ExportedFile:
-    """Write a model as one ``.onnx`` or ``.pt2`` file, and compare what it computes with the model.
+    """Write a model as a ``.onnx``, ``.xml`` or ``.pt2`` file, and compare what it computes with the model.
 
     The file takes float32 images (B, C, height, width), any number of them, and gives logits (B, classes); with
     ``backbone`` the maps of the stages. Its metadata has ``strides`` and ``size`` beside ``info``; classifiers need the
@@ -80,8 +81,9 @@ def export_model(
 
     Args:
         model: the classifier, or the backbone if it has no classes.
-        path: where to write; the name must end in .onnx or .pt2.
-        format: onnx, for onnxruntime and others, or pt2, for ``torch.export.load``.
+        path: where to write; the name must end in .onnx, .xml or .pt2.
+        format: onnx, for onnxruntime and others, openvino (``.xml``, with a ``.bin`` file beside it), or pt2, for
+            ``torch.export.load``.
         size: height and width of the images, fixed in the file; the model's own if None.
         dynamic: take images of any height and width instead.
         backbone: the maps of all stages instead of logits.
@@ -176,7 +178,7 @@ class ExportedClassifier(NamedTuple):
 
 
 def open_classifier(path: str | Path, size: int | tuple[int, int] | None = None) -> Classifier | ExportedClassifier:
-    """The classifier of a checkpoint or of an exported file (``.onnx``, ``.pt2``)."""
+    """The classifier of a checkpoint or of an exported file (``.onnx``, ``.xml``, ``.pt2``)."""
     return load_exported_classifier(path, size) if is_exported(path) else load_classifier(path, size)
 
 
@@ -185,7 +187,8 @@ def load_exported_classifier(path: str | Path, size: int | tuple[int, int] | Non
     model = load_exported(path)
     metadata = model.metadata
     if metadata["kind"] != "classifier":
-        raise CheckpointError(f"{path} is an exported {metadata['kind']}; a classifier was asked for")
+        what = READERS[DETECTOR] if metadata["kind"] == "detector" else f"an exported {metadata['kind']}"
+        raise CheckpointError(f"{path} is {what}; a classifier was asked for")
     preprocessing = Preprocessing.from_dict(metadata, str(path))
     if size is not None:
         wanted = size_pair(size)
@@ -255,6 +258,16 @@ def compare_exports(
     return Comparison(first.measured(Path(before)), second.measured(Path(after)), changed)
 
 
+def calibration_batches(
+    path: str | Path, data: str, split: str = "train", *, count: int = 256, batch_size: int = 8, workers: int = 2
+) -> list[Tensor]:
+    """The first images of a split, about ``count``, in batches (B, C, H, W) as an exported classifier takes them."""
+    _, preprocessing, named = load_exported_classifier(path)
+    source = find_images(path, data, split).open(preprocessing, named)
+    batches = build_eval_set(source, preprocessing, batch_size=batch_size, workers=workers).batches()
+    return [images for images, _ in islice(batches, -(-count // batch_size))]
+
+
 class _Run:
     """What one file has done so far."""
 
@@ -272,4 +285,4 @@ class _Run:
         return logits.argmax(1)
 
     def measured(self, path: Path) -> Measured:
-        return Measured(path, path.stat().st_size, median(self._seconds), self._meter.result())
+        return Measured(path, file_bytes(path), median(self._seconds), self._meter.result())

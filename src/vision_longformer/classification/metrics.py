@@ -66,13 +66,13 @@ class Meter:
             pairs = labels * len(self.seen) + best[:, 0]
             self.confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
 
-    def reduce(self) -> None:
-        """Make the sums those over all processes."""
+    def reduce(self, group: distributed.ProcessGroup | None = None) -> None:
+        """Make the sums those over all processes, or those of a group."""
         if not distributed.is_initialized():
             return
         for part in (self.loss, self.in_top5, self.skipped, self.right, self.seen, self.confusion):
             if part is not None:
-                distributed.all_reduce(part)
+                distributed.all_reduce(part, group=group)
 
     def result(self) -> Result:
         """What the sums amount to."""

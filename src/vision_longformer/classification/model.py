@@ -105,10 +105,19 @@ def load_classifier(checkpoint: str | Path, size: int | tuple[int, int] | None =
 
     A checkpoint without preprocessing, such as one converted from the authors' release, gets ImageNet's.
     """
+    model, preprocessing, named = load_encoder(checkpoint)
+    if not model.num_classes:
+        raise CheckpointError(f"{checkpoint} is no classifier: its model has no classes, only features")
+    if size is not None:
+        preprocessing = replace(preprocessing, size=size_pair(size))
+        model.config.grids(preprocessing.size)
+    return Classifier(model, preprocessing, named)
+
+
+def load_encoder(checkpoint: str | Path) -> Classifier:
+    """The same for images of any size and for models that may have no classes, only features."""
     model = load(checkpoint).float()
     count = model.num_classes
-    if not count:
-        raise CheckpointError(f"{checkpoint} is no classifier: its model has no classes, only features")
     stored = load_info(checkpoint).get("preprocessing")
     if stored is None:
         preprocessing = Preprocessing.for_model(model.config, [str(number) for number in range(count)])
@@ -116,7 +125,4 @@ def load_classifier(checkpoint: str | Path, size: int | tuple[int, int] | None =
         preprocessing = Preprocessing.from_dict(stored, str(checkpoint))
     if len(preprocessing.classes) != count:
         raise CheckpointError(f"{checkpoint} names {len(preprocessing.classes)} classes, but its model has {count}")
-    if size is not None:
-        preprocessing = replace(preprocessing, size=size_pair(size))
-        model.config.grids(preprocessing.size)
     return Classifier(model, preprocessing, named=stored is not None)

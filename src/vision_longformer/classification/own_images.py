@@ -17,8 +17,7 @@ from ..data.loading import UNREADABLE
 from ..data.shards import ShardSource
 from ..data.sources import Source
 from ..models.config import ModelConfig
-from ..models.zoo import MODELS
-from ..training.recipe import build
+from ..training.recipe import build, named_model
 from .dataset import open_splits
 from .recipe import ClassificationRecipe
 
@@ -86,18 +85,7 @@ def _as_checkpoint(location: str) -> dict[str, Any]:
     preprocessing = description.info.get("preprocessing", {})
     settings = {name: preprocessing[name] for name in ("mean", "std", "crop_pct") if name in preprocessing}
     config = ModelConfig.from_dict(description.config)
-    return {**settings, "image_size": list(config.img_size), **_model(config)}
-
-
-def _model(config: ModelConfig) -> dict[str, Any]:
-    """A named model and what to change of it, other than what the recipe decides itself."""
-    decided = {"img_size", "num_classes", "drop_path_rate", "neighbours"}
-    fields = {name: value for name, value in config.to_dict().items() if name not in decided}
-    for name, named in MODELS.items():
-        known = named.to_dict()
-        if all(known[field] == value for field, value in fields.items()):
-            return {"model": name}
-    return {"model": LARGE_MODEL, "model_options": fields}
+    return {**settings, "image_size": list(config.img_size), **named_model(config)}
 
 
 def _image_size(images: Source, model: str) -> int | None:

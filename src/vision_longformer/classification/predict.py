@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..data.images import ImageError, decode_image, image_files
 from ..errors import check_at_least
+from ..export.runtime import ExportedModel
+from ..large.memory import Work, format_bytes, free_memory
+from ..large.stream import refuse_streaming, stream
+from ..models import VisionLongformer
 from .export import open_classifier
 
 logger = logging.getLogger(__name__)
@@ -37,7 +42,8 @@ def predict(
 
     A folder stands for the images inside. ``size`` is the (height, width) that the model sees of each image, or the
     side of a square; the one it was trained with if None. Images run one by one, so that memory does not grow
-    with their number. An image that cannot be read is an error, or is skipped with a warning.
+    with their number; one that would not fit the free memory is streamed (:mod:`vision_longformer.large`). An image
+    that cannot be read is an error, or is skipped with a warning.
     """
     check_at_least("top", top, 1)
     files = image_files(images)
@@ -54,9 +60,22 @@ def predict(
                 raise
             logger.warning("skipped: %s", error)
             continue
-        with torch.no_grad():
-            logits = model(transform(image)[None].to(device))[0]
+        logits = _logits(model, transform(image), device)
         best = logits.double().softmax(0).sort(descending=True, stable=True)
         labels = tuple(preprocessing.classes[index] for index in best.indices[:top].tolist())
         predictions.append(Prediction(str(file), labels, tuple(best.values[:top].tolist())))
     return predictions
+
+
+def _logits(model: VisionLongformer | ExportedModel, image: Tensor, device: torch.device) -> Tensor:
+    """Of one input (C, H, W), streamed if the plain model would not fit the memory and can be streamed."""
+    height, width = image.shape[-2:]
+    if isinstance(model, VisionLongformer) and refuse_streaming(model.config, len(model.stages)) is None:
+        work = Work(model.config, len(model.stages), (height, width), torch.float32, torch.float32)
+        needed, free = work.plain_bytes(), free_memory(device)
+        if needed > free:
+            amounts = f"about {format_bytes(needed)}, but {format_bytes(free)} are free"
+            logger.info("%d×%d pixels at once need %s: they are computed strip by strip", height, width, amounts)
+            return stream(model, image, memory=free).logits
+    with torch.no_grad():
+        return model(image[None].to(device))[0]

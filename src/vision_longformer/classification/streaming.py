@@ -15,7 +15,7 @@ from PIL import Image
 
 from ..data.images import ImageError, decode_image
 from ..data.loading import UNREADABLE, Batch, DataError, LabelledBatch, StreamLoader
-from ..data.order import Batching, Process
+from ..data.order import Process
 from ..data.randomness import derive_seed, seeded
 from ..data.shards import Sample, ShardSource, shuffled
 from ..geometry import ceil_div
@@ -40,7 +40,7 @@ class StreamingTrainSet:
             raise ValueError(f"{recipe.data} is streamed and not counted; set num_images to the images per epoch")
         self.skipped = 0
         self._source, self._recipe = source, recipe
-        self._batching = Batching(recipe.batch_size, recipe.accumulate, process)
+        self._batching = recipe.batching(process)
         self._augment = image_augmentation(recipe, preprocessing)
         self.batches_per_epoch = self._batching.micro_batches(recipe.num_images)
         readers = process.count * max(1, recipe.workers)
@@ -59,12 +59,12 @@ class StreamingTrainSet:
     def _stream(self, epoch: int, indices: range, worker: int, workers: int) -> Iterator[LabelledBatch]:
         """Those of the micro-batches ``indices`` that a worker makes."""
         own = indices[worker::workers]
-        before, role = divmod(own.start, workers)  # the worker that comes first need not be the one of micro-batch 0
-        process, size = self._batching.process, self._batching.micro_batch_size
+        role = own.start % workers  # the worker that comes first need not be the one of micro-batch 0
+        process, positions = self._batching.process, self._batching.positions
         samples = self._samples(epoch, process.rank * workers + role, process.count * workers)
-        samples = islice(samples, before * size, None)
+        samples = islice(samples, sum(len(positions(index)) for index in range(role, own.start, workers)), None)
         for index in own:
-            yield self._augmented(list(islice(samples, size)), epoch, self._batching.positions(index))
+            yield self._augmented(list(islice(samples, len(positions(index)))), epoch, positions(index))
 
     def _samples(self, epoch: int, reader: int, readers: int) -> Iterator[Sample]:
         """An endless stream: the reader's share of the shards, shuffled, again and again."""

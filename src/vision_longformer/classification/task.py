@@ -13,17 +13,19 @@ from accelerate import Accelerator
 from timm.data import Mixup
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint import load, save
 from ..data.loading import Progress
-from ..data.order import Batching, Process
 from ..data.randomness import derive_seed, seeded
 from ..data.shards import ShardSource
 from ..data.sources import Source
 from ..data.split import SPLIT_FILE
+from ..large.spatial import check_divisible, spatial_parallel
 from ..models import VisionLongformer
 from ..training import run
 from ..training.callbacks import Callback
+from ..training.distributed import replica
 from ..training.run import TrainedRun
 from ..training.task import TrainingTask
 from .dataset import build_eval_set, build_train_set, open_splits
@@ -52,17 +54,19 @@ class ClassificationTask(TrainingTask):
 
     def __init__(self, recipe: ClassificationRecipe, accelerator: Accelerator, run: Path | None = None) -> None:
         self.recipe, self.accelerator = recipe, accelerator
-        process = Process(accelerator.process_index, accelerator.num_processes)
-        micro_batch_size = Batching(recipe.batch_size, recipe.accumulate, process).micro_batch_size
+        process = replica(accelerator, recipe)
+        self.batching = recipe.batching(process)
         self.splits = open_splits(recipe, run)
         classes = self.splits.train.classes
         self.model, self.starts_from = initial_model(recipe, classes)
+        if recipe.spatial > 1:
+            check_divisible(self.model, recipe.spatial, self.model.config.img_size)
         self.preprocessing = recipe_preprocessing(recipe, self.model.config, classes)
         self.train_set = build_train_set(self.splits.train, recipe, self.preprocessing, process)
         self.eval_set = build_eval_set(
             self.splits.evaluation,
             self.preprocessing,
-            batch_size=recipe.eval_batch_size or micro_batch_size,
+            batch_size=recipe.eval_batch_size or self.batching.micro_batch_size,
             workers=0 if recipe.in_memory else recipe.workers,
             skip_bad_images=recipe.skip_bad_images,
             process=process,
@@ -71,7 +75,7 @@ class ClassificationTask(TrainingTask):
         self.result: Result | None = None
         self._skipped = 0  # training images of all processes, as far as reported
         self._weights = _class_weights(self.splits.train).to(accelerator.device) if recipe.balance == "loss" else None
-        self._mix = _mixing(recipe, len(classes), micro_batch_size)
+        self._mix = _mixing(recipe, len(classes))
 
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +86,10 @@ class ClassificationTask(TrainingTask):
 
     def summary(self) -> dict[str, str]:
         return run_summary(self.recipe, self.splits, self.starts_from)
+
+    def divide_images(self, mesh: DeviceMesh) -> None:
+        spatial_parallel(self.model, mesh["spatial"])
+        self.eval_group = mesh.get_group("data")
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         device = self.accelerator.device
@@ -98,7 +106,7 @@ class ClassificationTask(TrainingTask):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         images, target = batch
         if self._mix is not None:
-            with seeded(derive_seed(self.recipe.seed, "mix", micro_batch_index, self.accelerator.process_index)):
+            with seeded(derive_seed(self.recipe.seed, "mix", *self.batching.part(micro_batch_index))):
                 images, target = self._mix(images, target)
         logits = model(images)
         smoothing = 0.0 if self._mix else self.recipe.smoothing
@@ -108,8 +116,9 @@ class ClassificationTask(TrainingTask):
 
     def evaluate(self, progress: Progress) -> dict[str, float]:
         device, precision = self.accelerator.device, self.recipe.precision
-        self.result = evaluate_model(self.model, self.eval_set, device, precision, progress)
+        self.result = evaluate_model(self.model, self.eval_set, device, precision, progress, self.eval_group)
         skipped = int(self.accelerator.reduce(torch.tensor(self.train_set.skipped, device=device)))
+        skipped //= self.recipe.spatial  # processes that share images have skipped the same
         self._report_skipped(skipped - self._skipped, "in training")
         self._report_skipped(self.result.skipped, "in the evaluation")
         self._skipped = skipped
@@ -156,15 +165,10 @@ def _class_weights(images: Source | ShardSource) -> Tensor:
     return len(images) / (len(images.classes) * counts.float())
 
 
-def _mixing(recipe: ClassificationRecipe, classes: int, micro_batch_size: int) -> Mixup | None:
+def _mixing(recipe: ClassificationRecipe, classes: int) -> Mixup | None:
     """Mixup and CutMix, which also smooth the labels."""
     if not (recipe.mixup or recipe.cutmix):
         return None
-    if micro_batch_size % 2:
-        raise ValueError(
-            f"a process takes {micro_batch_size} images at once, of a batch_size of {recipe.batch_size}; "
-            "Mixup and CutMix pair images, so that must be an even number"
-        )
     return Mixup(
         mixup_alpha=recipe.mixup,
         cutmix_alpha=recipe.cutmix,
@@ -178,6 +182,7 @@ def train(
     recipe: str | ClassificationRecipe | None = None,
     *,
     output: str | Path | None = None,
+    resume: bool = False,
     callback: Callback | None = None,
     **changes: Any,
 ) -> TrainedRun:
@@ -186,7 +191,8 @@ def train(
     Args:
         recipe: name of a shipped one, a .yaml file, or the settings themselves; by default own_images if there is
             ``data`` among the changes, and else quickstart.
-        output: the run directory; it must not hold anything yet.
+        output: the run directory; it must not hold anything yet, but for ``resume``.
+        resume: resume the run that the same call has started before, if there is one.
         callback: watches the run.
         changes: settings other than the recipe's, as in ``train("cifar10", epochs=5)``.
     """
@@ -194,6 +200,7 @@ def train(
         ClassificationTask,
         recipe or ClassificationRecipe.default_name(changes),
         output=output,
+        resume=resume,
         callback=callback,
         **changes,
     )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from .output import print_line, print_table
 from .parser import parse_size
@@ -42,16 +42,18 @@ def bench(
 
     'attention' compares implementations over map sizes, forward and backward; 'rules' the three masking rules;
     'windows' window sizes; 'shift' random shift with attention to all neighbours; 'models' our models with others;
-    'scaling' the cost per token. Variants take turns in one process; times are medians, with half the interquartile
-    range. Each variant is timed with the C library's default allocator and with one that does not return memory to the
-    system ('memory kept': MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ are large), so that large blocks are not
-    paid for again at each call. Memory is measured in a new process.
+    'scaling' the cost per token; 'large', which is no part of 'all', one large image, whole and strip by strip.
+    Variants take turns in one process; times are medians, with half the interquartile range. Each variant is timed with
+    the C library's default allocator and (but for 'large') with one that does not return memory to the system ('memory
+    kept': MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ are large), so that large blocks are not paid for again at
+    each call. Memory is measured in a new process. 'vil bench gpu --help' is about predictions for GPUs that need not
+    be there.
 
     Args:
-        what: attention, rules, windows, shift, models, scaling or all.
+        what: attention, rules, windows, shift, models, scaling, large or all.
         quick: fewer points and rounds; all benchmarks together take about two minutes.
         implementations: implementations of local attention, such as 'tiled,sliding_chunk'; 'vil doctor' lists them.
-        sizes: maps of tokens such as '56x56,112x112'; for 'models', image sizes.
+        sizes: maps of tokens such as '56x56,112x112'; for 'models' and 'large', image sizes.
         models: names from 'vil models' or timm.
         windows: sides of the chunks, such as '7,8,12'; the window is twice as wide, plus one.
         baseline: what others are compared with: an implementation or, for 'models', a model.
@@ -74,10 +76,10 @@ def bench(
     options = Options(
         quick,
         _device(device),
-        _split(implementations),
-        None if sizes is None else tuple(_size(size) for size in _split(sizes) or ()),
-        _split(models),
-        None if windows is None else tuple(_number(window) for window in _split(windows) or ()),
+        split_names(implementations),
+        None if sizes is None else tuple(_size(size) for size in split_names(sizes) or ()),
+        split_names(models),
+        None if windows is None else split_numbers("windows", windows),
         baseline,
         batch,
         shift,
@@ -88,7 +90,7 @@ def bench(
     earlier = None if compare is None else load_result(compare)
     path = new_path(Path(output), what, overwrite=overwrite)
     with _progress_bar() as progress:
-        result = _save_all(run(what, plans, options, threads=threads, budget=budget, progress=progress), path)
+        result = save_all(run(what, plans, options, threads=threads, budget=budget, progress=progress), path)
     print_result(result)
     plots = draw(result, path.with_suffix(""))
     warning = busy_warning(result.machine)
@@ -99,7 +101,16 @@ def bench(
         print_changes(earlier, result, str(compare))
 
 
-def _save_all(results: Iterator[Result], path: Path) -> Result:
+class Savable(Protocol):
+    """A result, or the part of it that there is."""
+
+    def save(self, path: Path) -> None: ...
+
+
+S = TypeVar("S", bound=Savable)
+
+
+def save_all(results: Iterator[S], path: Path) -> S:
     """The last of the results; each is saved as it comes, so that an interrupted run leaves what it has measured."""
     try:
         for result in results:
@@ -137,7 +148,7 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def _split(text: str | None) -> tuple[str, ...] | None:
+def split_names(text: str | None) -> tuple[str, ...] | None:
     """``"a,b"`` as names."""
     if text is None:
         return None
@@ -154,10 +165,13 @@ def _size(text: str) -> tuple[int, int]:
         raise ValueError(f"--sizes has {text!r}; write HEIGHTxWIDTH such as 56x56, separated by commas") from None
 
 
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"--windows has {text!r}; write integers such as 7,8,12")
-    return int(text)
+def split_numbers(option: str, text: str) -> tuple[int, ...]:
+    """``"7,8"`` as integers."""
+    names = split_names(text) or ()
+    for name in names:
+        if not name.isdecimal():
+            raise ValueError(f"--{option} has {name!r}; write integers such as 7,8,12")
+    return tuple(map(int, names))
 
 
 def _check_positive(name: str, value: float | None) -> None:
@@ -176,6 +190,8 @@ def print_result(result: Result) -> None:
         print_line(f"{group.bench}: {group.about}")
         for round_key in dict.fromkeys(row.case.round_key for row in group.rows):
             _print_rows(group, [row for row in group.rows if row.case.round_key == round_key and row.time], round_key)
+        if group.unit == "pixel":
+            _print_shares(group)
         _print_reasons(group)
 
 
@@ -209,7 +225,7 @@ def _baseline_text(row: Row, several: bool) -> str:
 def _heads(group: GroupResult, allocator: str) -> tuple[str, str]:
     from ..bench.results import ALLOCATOR_TEXTS
 
-    what = {"call": "time", "token": "per token", "image": "images/s"}[group.unit]
+    what = {"call": "time", "token": "per token", "image": "images/s", "pixel": "time"}[group.unit]
     return f"{what}, {ALLOCATOR_TEXTS[allocator]}", "×"
 
 
@@ -223,6 +239,7 @@ def _time_cells(row: Row, allocator: str, unit: str) -> list[str]:
         "call": f"{1e3 * time['median']:.4g} ms",
         "token": f"{1e9 * row.per_unit(allocator):.4g} ns",
         "image": f"{1 / row.per_unit(allocator):.2f}",
+        "pixel": f"{time['median']:.4g} s",
     }
     return [texts[unit] + spread, speedup]
 
@@ -240,6 +257,15 @@ def _memory_cells(row: Row, unit: str) -> list[str]:
     if unit == "image":
         return [f"{inputs + extra:.0f}", f"{inputs:.0f}"]
     return [f"{extra:.1f}", f"{inputs + outputs:.1f}"]
+
+
+def _print_shares(group: GroupResult) -> None:
+    """What each row takes of its baseline's time and memory."""
+    for row in group.rows:
+        speedup, memory = row.time.get("default", {}).get("speedup"), group.memory_ratio(row)
+        if speedup is not None and memory is not None and row.case.variant != row.case.baseline[1]:
+            shares = f"{1 / speedup:.2f} of the time and {memory:.2f} of the extra memory of {row.case.baseline[1]}"
+            print_line(f"  {row.case.point}, {row.case.mode}: {row.case.variant} takes {shares}")
 
 
 def _print_reasons(group: GroupResult) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .output import log_lines, millions, print_line, size_text
+from .output import check_free, log_lines, millions, print_line, size_text
 from .parser import Size
 
 
@@ -62,6 +62,7 @@ def convert(
         "only_glo": only_glo,
         "qkv_bias": qkv_bias,
     }
+    check_free(converted, overwrite)
     given = {name: value for name, value in options.items() if value is not None}
     target = None if to is None else model_config(to)
     model = load_release(released, arch=arch, attn_type=attn_type, img_size=img_size, **given)
@@ -90,6 +91,7 @@ def detect_convert(
     from ..detection import DetectorConfig, load_release_detector, save_detector
     from ..detection.release import coco_categories
 
+    check_free(converted, overwrite)
     categories = coco_categories()
     network = load_release_detector(released, DetectorConfig(detector, model, len(categories)))
     info = {"categories": [category._asdict() for category in categories]}

@@ -32,7 +32,8 @@ def evaluate(
     Under torchrun, the processes share the images; each image is counted once.
 
     Args:
-        checkpoint: a run directory, a .safetensors file from 'vil train' or 'vil convert', or a file from 'vil export'.
+        checkpoint: a run directory, a .safetensors file of a classifier, a folder or hub name of 'vil hub', the
+            built-in cifar10_nano, or a file from 'vil export'.
         data: a folder, a .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist; what
             the checkpoint's run was evaluated on by default.
         split: name of the split; the evaluation images of the run, or else validation, by default.
@@ -115,7 +116,7 @@ def _mistaken(result: Result, number: int) -> str:
 
 
 def _number(percent: float) -> str:
-    return "" if isnan(percent) else f"{percent:.2f}"
+    return "–" if isnan(percent) else f"{percent:.2f}"
 
 
 def _plain(result: Result, per_class: bool) -> dict[str, Any]:

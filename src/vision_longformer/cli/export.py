@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .output import print_line, print_table, progress_bar, size_text
+from .output import check_free, print_line, print_table, progress_bar, size_text
 from .parser import Size
 
 if TYPE_CHECKING:
@@ -26,26 +27,33 @@ def export(
     """Write a model as a file that runs without this package, and compare what it computes with the model.
 
     An exported classifier takes batches of any size, an exported detector one image at a time. The file carries the
-    names of the classes and how images are prepared, so that 'vil predict', 'vil evaluate' and 'vil detect predict'
-    accept it in place of the checkpoint.
+    names of the classes and how images are prepared, so that 'vil predict', 'vil evaluate', 'vil detect predict' and
+    'vil detect evaluate' accept it in place of the checkpoint.
 
     Args:
         checkpoint: a .safetensors file of a classifier or a detector, or a run directory, for its best one.
         output: the file to write; the checkpoint's name with another ending by default.
-        format: onnx, for onnxruntime and others, or pt2, for torch.export.load.
-        size: image size as 480x640, or one number for a square; as in training by default.
+        format: onnx, for onnxruntime and others; openvino, as .xml with a .bin file beside it; or pt2, for
+            torch.export.load.
+        size: height and width of images as 480x640, or one number for a square; as in training by default. A detector's
+            default is a square, in which images are padded; its checkpoint's results for images of one shape need the
+            size that it scales them to.
         dynamic: accept images of any height and width instead.
         backbone: output the feature maps of all stages instead of classes.
         overwrite: replace an existing file.
     """
     from ..checkpoint import resolve_checkpoint
     from ..export.verify import check_target
+    from ..export.writers import SUFFIXES
 
-    path = check_target(output or resolve_checkpoint(checkpoint).with_suffix(f".{format}"), format)
+    path = check_target(output or resolve_checkpoint(checkpoint).with_suffix(SUFFIXES.get(format, "")), format)
+    check_free(path, overwrite)
     options: dict[str, Any] = {"format": format, "size": size}
     with progress_bar("exporting") as progress:
         exported = _export(checkpoint, path, dynamic, backbone, overwrite=overwrite, progress=progress, **options)
     _print_differences(exported)
+    if exported.metadata["kind"] == "detector":
+        print_line(_padding_note(exported.metadata))
 
 
 def _export(checkpoint: str, path: Path, dynamic: bool, backbone: bool, **options: Any) -> ExportedFile:
@@ -74,9 +82,21 @@ def _export_detector(checkpoint: str, path: Path, dynamic: bool, backbone: bool,
 
 
 def _print_differences(exported: ExportedFile) -> None:
-    rows = [
-        (size_text((one.shape[-2], one.shape[-1])), f"{one.difference:.1e}", f"{one.largest:.3g}")
-        for one in exported.differences
-    ]
+    rows = [(_images(one.shape), f"{one.difference:.1e}", f"{one.largest:.3g}") for one in exported.differences]
     print_table("Compared with the model", ("images", "largest difference", "of values up to"), rows)
-    print_line(f"wrote {exported.path}: {exported.path.stat().st_size / 1e6:.1f} MB")
+    print_line(f"wrote {exported.path}: {exported.bytes / 1e6:.1f} MB")
+
+
+def _padding_note(metadata: Mapping[str, Any]) -> str:
+    """What a file for one size does with images of other shapes, and how there is one for theirs."""
+    least, most = metadata["config"]["min_size"][-1], metadata["config"]["max_size"]
+    return (
+        f"it takes images of {size_text(metadata['size'])}; those of another shape are padded, so that scores differ "
+        "slightly from the checkpoint's. If yours have one shape, export with --size HEIGHTxWIDTH, their size when "
+        f"they are scaled to at most {least} on the shorter and {most} on the longer side"
+    )
+
+
+def _images(shape: tuple[int, ...]) -> str:
+    """``1 of 128×128``: of a batch (b, C, H, W), or of the image (C, H, W) that a detector takes."""
+    return f"{shape[0] if len(shape) == 4 else 1} of {size_text((shape[-2], shape[-1]))}"

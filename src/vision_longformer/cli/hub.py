@@ -11,7 +11,8 @@ def hub_save(checkpoint: str, folder: str, *, license: str | None = None) -> Non
     For the best or last checkpoint of a run directory, the card also has its recipe and results.
 
     Args:
-        checkpoint: a .safetensors file from 'vil train', 'vil detect train' or 'vil convert'.
+        checkpoint: a run directory, for its best model, or a .safetensors file from 'vil train', 'vil detect train' or
+            'vil convert'.
         folder: the folder to make; other commands accept it in place of a checkpoint.
         license: license of the weights by its name on the hub, such as mit; not stated by default.
     """

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from .. import __version__
 from .bench import bench
+from .bench_gpu import bench_gpu
 from .check import check
 from .convert import convert, detect_convert
 from .cost import cost
@@ -17,6 +18,7 @@ from .detect.evaluate import detect_evaluate
 from .detect.predict import detect_predict
 from .detect.train import detect_train
 from .doctor import doctor
+from .encode import encode
 from .evaluate import evaluate
 from .explain import explain
 from .export import export
@@ -26,6 +28,7 @@ from .parser import Group, run_command
 from .predict import predict
 from .quantise import quantise
 from .recipes import detect_recipes, recipes
+from .study import study, study_show
 from .table import table_cost, table_detection
 from .train import train
 
@@ -40,12 +43,13 @@ COMMANDS = Group(
         "cost": cost,
         "table": Group("The paper's tables beside our values.", {"cost": table_cost, "detection": table_detection}),
         "convert": convert,
-        "bench": bench,
+        "bench": Group("Measure speed and memory on this machine.", {"gpu": bench_gpu}, otherwise=bench),
         "check": check,
         "recipes": recipes,
         "train": train,
         "evaluate": evaluate,
         "predict": predict,
+        "encode": encode,
         "detect": Group(
             "Object detection and instance segmentation.",
             {
@@ -57,6 +61,7 @@ COMMANDS = Group(
                 "convert": detect_convert,
             },
         ),
+        "study": Group("The paper's comparisons.", {"show": study_show}, otherwise=study),
         "explain": explain,
         "export": export,
         "quantise": quantise,

@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -110,9 +111,10 @@ def print_csv(rows: Sequence[dict[str, Any]]) -> None:
 
 
 @contextmanager
-def log_lines() -> Iterator[None]:
-    """Print on stderr what the package logs meanwhile."""
+def log_lines(least: int = logging.INFO) -> Iterator[None]:
+    """Print on stderr what the package logs meanwhile, from level ``least`` on."""
     logger, handler = logging.getLogger(__package__.partition(".")[0]), logging.StreamHandler()
+    handler.setLevel(least)
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -121,6 +123,12 @@ def log_lines() -> Iterator[None]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
+
+
+def check_free(path: str | Path, overwrite: bool) -> None:
+    """Refuse a file that exists before anything is computed for it, unless it is to be replaced."""
+    if Path(path).exists() and not overwrite:
+        raise FileExistsError(f"{path} exists; choose another name, or replace it with --overwrite")
 
 
 def track(items: Sequence[Item], doing: str) -> Iterable[Item]:

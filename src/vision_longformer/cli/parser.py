@@ -28,11 +28,15 @@ Size = tuple[int, int]
 
 
 class Group(NamedTuple):
-    """Commands under a common word, as ``vil table cost``; ``epilogue`` is printed below the list of them."""
+    """Commands under a common word, as ``vil table cost``; ``epilogue`` is printed below the list of them.
+
+    ``otherwise``: what the common word alone is, followed by anything but the name of one of the commands.
+    """
 
     about: str
     commands: Mapping[str, Function | Group]
     epilogue: str = ""
+    otherwise: Function | None = None
 
 
 class Settings(NamedTuple):
@@ -61,6 +65,9 @@ def run_command(program: str, group: Group, argv: list[str], version: str) -> No
     path = [program]
     command: Function | Group = group
     while isinstance(command, Group):
+        if command.otherwise is not None and (not argv or argv[0] not in command.commands):
+            command = command.otherwise
+            break
         if not argv or argv[0].startswith("-"):
             _parse(_group_parser(" ".join(path), command, version), argv or ["--help"])
             return
@@ -98,6 +105,10 @@ class _Parser(ArgumentParser):
         """The options that are ``--name``, without their ``--no-name``."""
         return {action.option_strings[0] for action in self._actions if isinstance(action, BooleanOptionalAction)}
 
+    def words(self) -> dict[str, tuple[str, ...]]:
+        """The words that an option takes in place of true and false, by option."""
+        return {action.option_strings[0]: action.words for action in self._actions if hasattr(action, "words")}
+
     def options(self) -> list[str]:
         return [option for option in self._option_string_actions if option.startswith("--")]
 
@@ -110,7 +121,7 @@ def _parse(parser: _Parser, argv: list[str]) -> dict[str, Any]:
         name = word.partition("=")[0]
         if word.startswith("--") and name not in options:
             raise unknown_name("option", name, options)
-    return vars(parser.parse_args([*_flags(words, parser.booleans()), *argv[end:]]))
+    return vars(parser.parse_args([*_flags(words, parser.booleans(), parser.words()), *argv[end:]]))
 
 
 def _dashed(argument: str) -> str:
@@ -119,18 +130,24 @@ def _dashed(argument: str) -> str:
     return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
 
 
-def _flags(words: list[str], booleans: set[str]) -> Iterator[str]:
-    """``--name true`` and ``--name=true`` as ``--name``, with false as ``--no-name``; other words as they are."""
+def _flags(words: list[str], booleans: set[str], more: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """``--name true`` and ``--name=true`` as ``--name``, with false as ``--no-name``; other words as they are.
+
+    Options that take ``more`` words keep what they are given, as ``--name=true`` or ``--name=word``.
+    """
     waiting = deque(words)
     while waiting:
         word = waiting.popleft()
         name, equals, value = word.partition("=")
-        if name in booleans:
+        if name in booleans or name in more:
+            values = (*TRUTH, *more.get(name, ()))
             if not equals:
-                value = waiting.popleft() if waiting and waiting[0] in TRUTH else "true"
-            if value not in TRUTH:
-                raise ValueError(f"argument {name}: {value!r} is not true or false")
-            word = name if TRUTH[value] else _negative(name)
+                value = waiting.popleft() if waiting and waiting[0] in values else "true"
+            if value not in values:
+                raise ValueError(f"argument {name}: {value!r} is not {' or '.join(values)}")
+            word = f"{name}={value}"
+            if name in booleans:
+                word = name if TRUTH[value] else _negative(name)
         yield word
 
 
@@ -198,6 +215,16 @@ def _add_boolean(parser: Any, name: str, help_text: str) -> None:
     action.default = SUPPRESS
 
 
+def _add_boolean_or_word(parser: Any, name: str, words: tuple[str, ...], help_text: str) -> None:
+    """``--name``, ``--no-name``, or ``--name WORD``."""
+    option, metavar = _dashed(f"--{name}"), f"[{'|'.join(words)}]"
+    action = parser.add_argument(option, default=SUPPRESS, metavar=metavar, help=help_text)
+    action.words = words
+    parser.add_argument(
+        _negative(option), dest=name, action="store_const", const="false", default=SUPPRESS, help=SUPPRESS
+    )
+
+
 def _add_settings(parser: ArgumentParser, settings: Settings, taken: set[str]) -> None:
     """The fields of a dataclass, group by group; a name that the signature has too is the signature's."""
     types, texts = get_type_hints(settings.dataclass), _settings_help(settings.dataclass)
@@ -211,6 +238,8 @@ def _add_settings(parser: ArgumentParser, settings: Settings, taken: set[str]) -
             help_text = _help_text(text, None if default is MISSING else default)
             if _is_boolean(types[name]):
                 _add_boolean(group, name, help_text)
+            elif words := _words_beside_boolean(types[name]):
+                _add_boolean_or_word(group, name, words, help_text)
             else:
                 group.add_argument(
                     _dashed(f"--{name}"), default=SUPPRESS, metavar=_setting_metavar(types[name]), help=help_text
@@ -251,7 +280,13 @@ def _default_text(default: Any) -> str:
 
 def _is_boolean(expected: Any) -> bool:
     """Whether a type is ``bool`` or ``bool | None``."""
-    return expected is bool or bool in get_args(expected)
+    return expected is bool or expected == bool | None
+
+
+def _words_beside_boolean(expected: Any) -> tuple[str, ...]:
+    """The words of ``bool | Literal["word"]``; none for any other type."""
+    options = get_args(expected)
+    return get_args(options[1]) if len(options) == 2 and options[0] is bool else ()
 
 
 def parse_size(text: str) -> Size:

@@ -24,8 +24,9 @@ def predict(
     """Classify images: print the most likely classes and their probabilities.
 
     Args:
-        checkpoint: a run directory, a .safetensors file from 'vil train' or 'vil convert', or a file from 'vil export'.
-        images: image files of any format and size, or folders of them.
+        checkpoint: a run directory, a .safetensors file of a classifier, a folder or hub name of 'vil hub', the
+            built-in cifar10_nano, or a file from 'vil export'.
+        images: image files of any format and size, or folders of them, with the folders inside.
         top: number of classes to print.
         size: height and width of the input image, as 480x640, or one number for a square; as in training by default.
         skip_bad_images: skip images that cannot be read, and say so, instead of stopping.
@@ -37,7 +38,8 @@ def predict(
     from ..classification.predict import predict as predict_files
     from ..data.images import decode_image, image_files
 
-    files = image_files(images)
+    with log_lines():
+        files = image_files(images)
     paths = [] if picture is None else picture_paths(files, Path(picture), overwrite)
     pictures = dict(zip(map(str, files), paths, strict=False))
     with log_lines():
@@ -45,7 +47,10 @@ def predict(
     if json:
         print_json([asdict(prediction) for prediction in predictions])
     else:
-        for prediction in predictions:
+        if top == 1 and len(predictions) > 1:
+            rows = [(one.file, one.labels[0], f"{100 * one.probabilities[0]:.2f}") for one in predictions]
+            print_table("", ("image", "class", "%"), rows, left=2)
+        for prediction in predictions if top > 1 or len(predictions) == 1 else ():
             shares = (f"{100 * probability:.2f}" for probability in prediction.probabilities)
             print_line(prediction.file)
             print_table("", ("class", "%"), zip(prediction.labels, shares, strict=True))

@@ -23,26 +23,33 @@ def quantise(
     workers: int = 2,
     overwrite: bool = False,
 ) -> None:
-    """Write a copy of an exported ONNX file with smaller weights, and measure on data what changes.
+    """Write a copy of an exported ONNX or OpenVINO file with smaller weights, and measure on data what changes.
 
     int8 makes linear layers multiply 8-bit integers. bf16 stores weights in half the space, and still computes in
     float32. 'vil predict' and 'vil evaluate' accept the new file in place of the old one.
 
     Args:
-        model: a .onnx file from 'vil export'.
-        output: the file to write, MODEL_int8.onnx or MODEL_bf16.onnx by default.
-        to: int8 or bf16.
-        data: images on which to compare both files of a classifier, given as to 'vil evaluate'; none by default.
+        model: a .onnx or .xml file from 'vil export'.
+        output: the file to write, as MODEL_int8.onnx by default.
+        to: int8 or, for .onnx files, bf16.
+        data: images on which to compare both files of a classifier, given as to 'vil evaluate'; none by default. int8
+            in OpenVINO needs them, and first takes 256 of the split "train" to find the ranges of its numbers.
         split: name of the split.
         batch_size: images per batch.
         workers: data-loading processes.
         overwrite: replace an existing file.
     """
     from ..export.quantise import quantise as quantise_file
+    from ..export.runtime import file_bytes
 
-    path = quantise_file(model, to, output, overwrite=overwrite)
-    sizes = f"{_megabytes(Path(model).stat().st_size)} → {_megabytes(path.stat().st_size)} MB"
-    print_line(f"wrote {path}: {sizes}, {path.stat().st_size / Path(model).stat().st_size:.0%} of the size")
+    calibration = []
+    if Path(model).suffix == ".xml" and data is not None:
+        from ..classification.export import calibration_batches
+
+        calibration = calibration_batches(model, data, workers=workers)
+    path = quantise_file(model, to, output, calibration=calibration, overwrite=overwrite)
+    before, after = file_bytes(Path(model)), file_bytes(path)
+    print_line(f"wrote {path}: {_megabytes(before)} → {_megabytes(after)} MB, {after / before:.0%} of the size")
     if data is not None:
         from ..classification.export import compare_exports
 

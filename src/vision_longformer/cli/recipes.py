@@ -82,7 +82,7 @@ def recipe_type(task: str) -> type[BackboneSettings]:
 SETTING_GROUPS = {
     "run settings": (
         *("about", "auto", "seed", "epochs", "steps", "batch_size", "accumulate", "precision", "compile"),
-        *("grad_checkpointing", "strategy", "workers", "checkpoint_minutes", "log_every"),
+        *("grad_checkpointing", "strategy", "spatial", "workers", "checkpoint_minutes", "timeout_minutes", "log_every"),
         *("eval_every", "eval_batch_size", "patience"),
     ),
     "optimisation settings": (

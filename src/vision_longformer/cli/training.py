@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from ..training.task import TrainingTask
 
 
+AUTO = "auto"
+"""What --resume takes in place of a directory: the run that the same command has started before, if any."""
+
+
 def run_training(
     task_type: type[TrainingTask],
     recipe: str | None,
@@ -31,18 +36,18 @@ def run_training(
     from ..training.loop import Interrupted
 
     others = [f"--{name.replace('_', '-')}" for name in changes if name != "epochs"]
-    if resume is not None and (others or output or recipe):
+    if resume not in (None, AUTO) and (others or output or recipe):
         refused = ", ".join([*([recipe] if recipe else []), *(["--output"] if output else []), *others])
         raise ValueError(f"--resume continues a run as it was started, with --epochs at most; leave out {refused}")
     first = int(os.environ.get("RANK", 0)) == 0
     callback = TrainingProgress(task_type.best_metric)
     try:
-        with log_lines():
-            if resume is not None:
+        with log_lines(logging.INFO if first else logging.ERROR):
+            if resume not in (None, AUTO):
                 trained = run.resume(task_type, resume, epochs=changes.get("epochs"), callback=callback)
             else:
                 name = recipe or task_type.recipe_type.default_name(changes)
-                trained = run.train(task_type, name, output=output, callback=callback, **changes)
+                trained = run.train(task_type, name, output=output, resume=resume == AUTO, callback=callback, **changes)
     except Interrupted as interruption:
         if first:
             print(f"{interruption}; resume with: {command} --resume {interruption.run}", file=sys.stderr)

@@ -16,12 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..geometry import SELF_BLOCK, Grid, ceil_div, is_cyclic
+from ..geometry import Grid, ceil_div, is_cyclic
 from ..models import VisionLongformer
 from ..models.config import ModelConfig, size_pair
 from ..ops.operator import OPERATORS, spec_of
-from ..ops.spec import LocalSpec
-from ..ops.tables import chunk_tables
+from ..ops.spec import LocalSpec, PackedInputs
 from .formulas import ModelMacs, StageMacs
 
 TRANSPARENT = ("aten", "prim", "prims")
@@ -101,15 +100,28 @@ def _matching(macs: dict[str, int], pattern: str) -> int:
 
 def operator_formulas() -> dict[Any, Callable[..., int]]:
     """A formula for each of our operators, in the form that torch's counter takes."""
-    return dict.fromkeys(OPERATORS.values(), _operator_flops)
+    formulas: dict[Any, Callable[..., int]] = dict.fromkeys(OPERATORS.values(), _operator_flops)
+    return formulas | {OPERATORS["triton_rows"]: _packed_flops}
 
 
 def _operator_flops(*arguments: Any, out_shape: Any = None) -> int:
     """FLOPs (twice the MACs) of scores and context. Tensors come as their shapes, q as (B, N, heads, dim)."""
-    (batch, tokens, heads, dim), (_, keys, *_), spec = arguments[0], arguments[1], spec_of(arguments)
+    return _flops(arguments[0], arguments[1][1], spec_of(arguments))
+
+
+def _packed_flops(*arguments: Any, out_shape: Any = None) -> int:
+    """As :func:`_operator_flops`, with the rows of global tokens; qkv comes as (B, G + N, 3, heads, dim)."""
+    (batch, tokens, _, heads, dim), spec = arguments[0], spec_of(arguments, PackedInputs)
+    local = spec.grid.tokens
+    return _flops((batch, local, heads, dim), tokens, spec) + 4 * batch * dim * heads * (tokens - local) * tokens
+
+
+def _flops(q: tuple[int, int, int, int], keys: int, spec: LocalSpec) -> int:
+    """FLOPs of local rows, with all keys of global tokens."""
+    batch, tokens, heads, dim = q
     dilations = (spec.dilation,) * heads if isinstance(spec.dilation, int) else spec.dilation
     local = sum(dilations.count(dilation) * _dilated_pairs(spec, dilation) for dilation in set(dilations))
-    return 4 * batch * dim * (local + heads * tokens * (keys - tokens))
+    return 4 * batch * dim * (local + heads * tokens * (keys - spec.key_grid.tokens))
 
 
 def _dilated_pairs(spec: LocalSpec, dilation: int) -> int:
@@ -120,17 +132,29 @@ def _dilated_pairs(spec: LocalSpec, dilation: int) -> int:
         for row in range(min(dilation, height))
         for column in range(min(dilation, width))
     )
-    return sum(block_pairs(grid, spec.window, spec.rule, spec.neighbour_mode) for grid in maps)
+    return sum(block_pairs(grid, spec.window, spec.rule, spec.neighbour_mode, spec.halo) for grid in maps)
 
 
-def block_pairs(grid: Grid, window: int, rule: str, neighbour_mode: str = "all") -> int:
+def block_pairs(
+    grid: Grid, window: int, rule: str, neighbour_mode: str = "all", halo: tuple[int, int] | None = None
+) -> int:
     """Pairs of a query and a local key in the blocks that the query sees.
 
     Kernels compute these whole, and the ``exact`` rule then masks some. Keys beyond the map are left out, but cyclic
     rules multiply padding with the rest. For one neighbour it is the mean over the eight, rounded down.
     """
-    inside = chunk_tables(grid, window, "chunk", torch.device("cpu")).valid
-    keys = torch.ones_like(inside) if is_cyclic(rule) else inside
-    pairs = (inside[SELF_BLOCK].sum(-1) * keys.sum(-1)).sum(1)
-    own, others = int(pairs[SELF_BLOCK]), int(pairs.sum() - pairs[SELF_BLOCK])
+    rows, columns = _axis_pairs(grid.height, window, rule, halo), _axis_pairs(grid.width, window, rule, None)
+    own = rows[1] * columns[1]
+    others = sum(rows) * sum(columns) - own
     return own + {"all": others, "self": 0, "one": others // 8}[neighbour_mode]
+
+
+def _axis_pairs(length: int, window: int, rule: str, halo: tuple[int, int] | None) -> list[int]:
+    """Pairs along one axis of a query with a key of the chunk before its own, of its own, and of the chunk after."""
+    own = queries = [min(window, length - start) for start in range(0, length, window)]
+    before, after = halo or (0, 0)
+    if is_cyclic(rule):
+        own = [window] * len(queries)
+        before, after = (window if halo is None or side else 0 for side in (before, after))
+    blocks = [before, *own[:-1]], own, [*own[1:], after]
+    return [sum(q * k for q, k in zip(queries, keys, strict=True)) for keys in blocks]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from statistics import median
 from typing import NamedTuple
 
 from ..errors import first_line
-from .images import IMAGE_EXTENSIONS
+from .images import IMAGE_EXTENSIONS, count_kinds
 from .loading import UNREADABLE, BatchLoader, Progress
-from .sources import EVALUATION, TRAINING, ArraySource, NoSplitError, Source, open_source
+from .sources import CLASS_FOLDERS, EVALUATION, TRAINING, ArraySource, NoSplitError, Source, open_source
 
 COMPARED = 64
 """Images of two arrays that tell whether they are the same."""
@@ -78,7 +78,7 @@ def check_images(data: str, *, workers: int = 2, progress: Progress | None = Non
                 problems.append(Problem(split, name, one.error))
             else:
                 seen[one.digest].append((split, name, source.classes[label]))
-    return DataReport(reports, problems + _duplicates(seen.values()) + _missing_classes(reports))
+    return DataReport(reports, _misplaced(sources) + problems + _duplicates(seen.values()) + _missing_classes(reports))
 
 
 def _open_splits(data: str) -> Iterator[tuple[str, Source]]:
@@ -130,18 +130,28 @@ def _split_report(split: str, source: Source, looked: Sequence[Looked]) -> Split
         {name: counts[number] for number, name in enumerate(source.classes)},
         dict(Counter(PurePath(name).suffix.lower() or "array" for name in source.names).most_common()),
         (min(sides), median(sides), max(sides)) if sides else None,
-        ignored_files(source),
+        count_kinds(source.ignored),
     )
 
 
-def ignored_files(source: Source) -> dict[str, int]:
-    """Files of a source that are not used, by kind, the most frequent first."""
-    return dict(Counter(map(_kind, source.ignored)).most_common())
+def _misplaced(sources: Mapping[str, Source]) -> list[Problem]:
+    """What suggests that classes are not where they are looked for, or cannot be evaluated."""
+    problems = []
+    for split, source in sources.items():
+        whats = [] if len(source.classes) > 1 else [f"has a single class, {source.classes[0]!r}; {CLASS_FOLDERS}"]
+        if (loose := count_loose(source)) > len(source):
+            whats.append(f"{loose} images lie outside of class folders, and {len(source)} in them; {CLASS_FOLDERS}")
+        counts = Counter(map(int, source.labels))
+        for number, name in enumerate(source.classes if len(sources) == 1 else ()):
+            if counts[number] == 1:
+                whats.append(f"class {name!r} has a single image, so that none can be held out for evaluation")
+        problems += [Problem(split, "", what) for what in whats]
+    return problems
 
 
-def _kind(name: str) -> str:
-    suffix = PurePath(name).suffix.lower()
-    return f"{suffix} outside of class folders" if suffix in IMAGE_EXTENSIONS else suffix or "without extension"
+def count_loose(source: Source) -> int:
+    """Images that are not used, because they lie outside of class folders."""
+    return sum(name.lower().endswith(IMAGE_EXTENSIONS) for name in source.ignored)
 
 
 Placed = tuple[str, str, str]

@@ -5,8 +5,10 @@ A worker's exception would arrive wrapped in a traceback; a user's mistake, such
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import Thread
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -123,9 +125,21 @@ def _unchanged(item: T) -> T:
 
 
 def _start_worker(worker: int) -> None:
-    """One thread each, and an interrupt from the keyboard is left to the main process."""
+    """One thread each. Signals to the whole group of processes are left to the main one, which then still has batches.
+
+    Only the main process ends its workers, also by SIGTERM as it exits.
+    """
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        Thread(target=_await_end, daemon=True).start()
+
+
+def _await_end() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def _reraise_errors(loader: Iterable[Any]) -> Iterator[Any]:

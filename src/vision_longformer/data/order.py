@@ -39,25 +39,33 @@ class Batching:
     """How an epoch is cut: global batch ``k`` is positions ``[k * batch_size, (k + 1) * batch_size)``.
 
     Processes take consecutive parts of it, and each cuts its part into ``accumulate`` micro-batches; an optimiser
-    step therefore sees the same samples however many processes there are.
+    step therefore sees the same samples however many processes there are. Where the batch cannot be divided evenly,
+    micro-batches differ by ``multiple_of`` samples, of which each has a multiple.
     """
 
     batch_size: int
     accumulate: int
     process: Process
+    multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        parts = self.process.count * self.accumulate
-        if self.batch_size % parts:
+        least = self._parts * self.multiple_of
+        if self.batch_size < least:
+            processes = f"{self.process.count} process{'es' if self.process.count > 1 else ''}"
             raise ValueError(
-                f"batch_size {self.batch_size} is not divisible by {self.process.count} processes × accumulate "
-                f"{self.accumulate}; use {max(1, self.batch_size // parts) * parts}"
+                f"batch_size {self.batch_size} cannot be shared by {processes} × accumulate {self.accumulate}; use "
+                f"{least} or more"
             )
 
     @property
+    def _parts(self) -> int:
+        """Micro-batches of a global batch, over all processes."""
+        return self.process.count * self.accumulate
+
+    @property
     def micro_batch_size(self) -> int:
-        """Samples that a process takes at once."""
-        return self.batch_size // self.process.count // self.accumulate
+        """Samples that a process takes at once, at most."""
+        return ceil_div(self.batch_size // self.multiple_of, self._parts) * self.multiple_of
 
     def micro_batches(self, samples: int) -> int:
         """Micro-batches of a process in an epoch of so many samples; refuses less than a whole global batch."""
@@ -65,11 +73,21 @@ class Batching:
             raise ValueError(f"batch_size is {self.batch_size}, but there are only {samples} images to train on")
         return samples // self.batch_size * self.accumulate
 
+    def part(self, micro_batch_index: int) -> tuple[int, int]:
+        """Which global batch one of this process's micro-batches belongs to, and which part of it that is."""
+        step, part = divmod(micro_batch_index, self.accumulate)
+        return step, self.process.rank * self.accumulate + part
+
     def positions(self, micro_batch_index: int) -> range:
         """Positions in the epoch of one of this process's micro-batches, counted from 0 in the epoch."""
-        step, part = divmod(micro_batch_index, self.accumulate)
-        start = step * self.batch_size + (self.process.rank * self.accumulate + part) * self.micro_batch_size
-        return range(start, start + self.micro_batch_size)
+        step, part = self.part(micro_batch_index)
+        units = self.batch_size // self.multiple_of
+        start, stop = (self.multiple_of * (units * k // self._parts) for k in (part, part + 1))
+        return range(step * self.batch_size + start, step * self.batch_size + stop)
+
+    def weight(self, micro_batch_index: int) -> float:
+        """Samples of a micro-batch relative to the mean over all: 1 where the batch is divided evenly."""
+        return len(self.positions(micro_batch_index)) * self._parts / self.batch_size
 
 
 def epoch_order(

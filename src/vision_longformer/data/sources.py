@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 from timm.utils.misc import natural_key
 
-from .images import IMAGE_EXTENSIONS, decode_image
+from .images import IMAGE_EXTENSIONS, decode_image, list_images
 from .loading import DataError
 
 TRAINING = ("train", "training")
@@ -33,6 +33,10 @@ def split_names(split: str) -> tuple[str, ...]:
         if split in group:
             return (split, *(name for name in group if name != split))
     return (split,)
+
+
+CLASS_FOLDERS = "give the folder that holds a folder of images for each class"
+"""What data should be."""
 
 
 class NoSplitError(ValueError):
@@ -264,18 +268,9 @@ class FolderSource:
     def _files(self) -> tuple[list[tuple[str, int]], list[str]]:
         """Paths of images below the folder with their labels, and paths of what is ignored."""
         numbers = {name: number for number, name in enumerate(self.classes)}
-        images, ignored = [], []
-        for folder, _, names in os.walk(self.folder, followlinks=True):
-            inner = Path(folder).relative_to(self.folder)
-            for name in names:
-                if name.startswith("."):
-                    continue
-                path = str(inner / name)
-                if inner.parts and name.lower().endswith(IMAGE_EXTENSIONS):
-                    images.append((path, numbers.get(inner.parts[0])))
-                else:
-                    ignored.append(path)
-        samples = sorted(((path, label) for path, label in images if label is not None), key=_natural_path)
+        images, others = list_images(self.folder)
+        loose = [path for path in images if Path(path).parts[0] not in numbers]
+        samples = [(path, numbers[Path(path).parts[0]]) for path in images if Path(path).parts[0] in numbers]
         with_images = {label for _, label in samples}
         for number, name in enumerate(self.classes):
             if number not in with_images:
@@ -283,7 +278,7 @@ class FolderSource:
                     f"class {name!r} is empty: there are no images in {self.folder / name} "
                     f"({', '.join(IMAGE_EXTENSIONS)})"
                 )
-        return samples, sorted(ignored, key=natural_key)
+        return samples, [*others, *loose]
 
     @cached_property
     def names(self) -> Sequence[str]:
@@ -302,10 +297,6 @@ class FolderSource:
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         return decode_image(self.folder / self.names[index]), self.labels[index]
-
-
-def _natural_path(sample: tuple[str, int]) -> list[str | int]:
-    return natural_key(sample[0])
 
 
 def _split_folder(data: Path, split: str) -> Path:

@@ -19,6 +19,16 @@ EVAL_FRACTION = 0.15
 """What is held out unless a recipe says otherwise."""
 
 
+HELD_OUT = "held out from the training images"
+AS_BEFORE = "held out as before"
+INHERITED = "held out as by the run that it starts from"
+UNKNOWN = (
+    "held out anew: most of the images that the starting weights were trained on are not here by name, and if they are "
+    "under other names, the evaluation counts images that were trained on"
+)
+"""How images came to be held out, in words."""
+
+
 class Split(NamedTuple):
     """Names of the images to train on and of those to evaluate on, both in the order of the data."""
 
@@ -27,11 +37,21 @@ class Split(NamedTuple):
 
     @classmethod
     def read(cls, run: Path | None) -> Split | None:
-        """The split that a run directory remembers; None if it made none."""
+        """The split that a run directory, or a folder of :mod:`vision_longformer.hub`, remembers; None if none."""
         if run is None or not (run / SPLIT_FILE).is_file():
             return None
         parts = json.loads((run / SPLIT_FILE).read_text(encoding="utf-8"))
         return cls(tuple(parts["train"]), tuple(parts["evaluation"]))
+
+    def applied_to(self, names: Sequence[str]) -> Split | None:
+        """The same for data with images added, which are trained on, or removed; None if it is of other images.
+
+        It is of these if half of its images, some of those to evaluate on among them, have the same names.
+        """
+        here, held = set(names), set(self.evaluation)
+        if 2 * len(here & {*self.train, *held}) < len(self.train) + len(held) or not here & held:
+            return None
+        return Split(tuple(name for name in names if name not in held), tuple(name for name in names if name in held))
 
     def part(self, name: str | None, train_split: str, eval_split: str) -> tuple[str, ...] | None:
         """What a run calls ``name``: the images it trains on, or those it evaluates on, also by default; else None."""

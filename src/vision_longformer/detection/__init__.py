@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .detectors import build_detector, mask_rcnn, retinanet
     from .evaluate import evaluate
     from .release import load_release_detector
+    from .stream import stream_detections
     from .task import resume, train
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "resume",
     "retinanet",
     "save_detector",
+    "stream_detections",
     "train",
 ]
 
@@ -35,6 +37,7 @@ lazy_exports(
         ".detectors": ["build_detector", "mask_rcnn", "retinanet"],
         ".evaluate": ["evaluate"],
         ".release": ["load_release_detector"],
+        ".stream": ["stream_detections"],
         ".task": ["resume", "train"],
     },
 )

@@ -46,8 +46,38 @@ class ImageBatch(NamedTuple):
         return torch.stack([_pad(image, self.shape[2:]) for image in self.images])
 
 
+def resized_size(height: int, width: int, min_size: int, max_size: int, scale: float | None = None) -> tuple[int, int]:
+    """The size to which evaluation brings an image, before padding; rounded as torchvision does.
+
+    ``scale`` takes the place of the limits to the shorter and longer side if it is not None.
+    """
+    sides = sorted((height, width))
+    own = min(min_size / sides[0], max_size / sides[1]) if scale is None else scale
+    return max(1, int(height * own)), max(1, int(width * own))
+
+
 class ImageTransform(GeneralizedRCNNTransform):
-    """torchvision's resizing and normalising, without its batching."""
+    """torchvision's resizing and normalising, without its batching.
+
+    In evaluation, ``scale`` takes the place of ``min_size`` and ``max_size`` if it is not None.
+    """
+
+    scale: float | None = None
+
+    def resized_size(self, height: int, width: int) -> tuple[int, int]:
+        """The size to which evaluation brings an image, before padding."""
+        return resized_size(height, width, self.min_size[-1], self.max_size, self.scale)
+
+    def padded_size(self, height: int, width: int) -> tuple[int, int]:
+        """The size of what the backbone sees of an image in evaluation."""
+        height, width = _next_multiples(self.resized_size(height, width), self.size_divisible)
+        return height, width
+
+    def resize(self, image: Tensor, target: Any = None) -> tuple[Tensor, Any]:
+        if self.training or self.scale is None:
+            return super().resize(image, target)
+        size = self.resized_size(*image.shape[-2:])
+        return F.interpolate(image[None], size, mode="bilinear", align_corners=False)[0], target
 
     def batch_images(self, images: list[Tensor], size_divisible: int = 32) -> ImageBatch:
         images = [_pad(image, _next_multiples(image.shape[1:], size_divisible)) for image in images]
@@ -104,7 +134,7 @@ class PyramidBackbone(nn.Module):
         maps = self.body(batch.padded()) if whole else self._size_by_size(batch)
         return self.fpn(OrderedDict(zip(self.level_names, maps, strict=True)))
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
+    def set_grad_checkpointing(self, enable: bool | str = True) -> None:
         """As timm's models have it; those that cannot refuse it with an AssertionError."""
         self.body.get_submodule("model").set_grad_checkpointing(enable)  # type: ignore[operator]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..checkpoint import load
 from ..checkpoint.native import DETECTOR, read, read_info, write
-from ..errors import CheckpointError
+from ..errors import CheckpointError, check_choice
 from ..models import VisionLongformer
 from ..models.adapt import AdaptReport, adapt_state
 from ..models.config import PAPER_TABLE_RESIZE
@@ -28,13 +28,24 @@ def save_detector(
     return write(path, model.state_dict(), format=DETECTOR, config=config, info=info, overwrite=overwrite)
 
 
-def load_detector(path: str | Path) -> nn.Module:
-    """The detector of a file written by :func:`save_detector`, in evaluation mode."""
+SETTINGS = ("min_size", "max_size", "scale", "proposals", "score_threshold", "nms_threshold", "detections")
+"""Fields of a :class:`DetectorConfig` that say how a detector is used, and not what its weights are."""
+
+
+def load_detector(path: str | Path, **settings: Any) -> nn.Module:
+    """The detector of a file written by :func:`save_detector`, in evaluation mode.
+
+    ``settings`` take the place of the file's: ``scale=1`` for images as they are, ``detections=1000`` for more objects
+    per image; any of :data:`SETTINGS`.
+    """
+    for name in settings:
+        check_choice("setting", name, SETTINGS)
     data, state = read(path, DETECTOR)
     try:
         config = DetectorConfig.from_dict(data)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path} holds no readable configuration ({error}); nothing was loaded") from error
+    config = config.override(**settings)
     model = build_detector(config)
     try:
         model.load_state_dict(state)

@@ -308,8 +308,11 @@ def _annotation_file(data: Path, split: str) -> Path:
         raise ValueError(
             f"{data} is in the format of {other}, not in COCO's; 'python examples/to_coco.py {data} OUTPUT' converts it"
         )
+    others = {name: file for name in SPLITS if (file := split_file(data, name))}
+    there = " and ".join(f"{name!r} ({file.relative_to(data)})" for name, file in others.items())
+    hint = f"; it has {there}, which --split {next(iter(others))} takes to evaluate on" if others else ""
     raise FileNotFoundError(
-        f"{data} has no annotations of split {split!r}; they should be in annotations/instances_{split}.json, "
+        f"{data} has no annotations of split {split!r}{hint}; they should be in annotations/instances_{split}.json, "
         f"{split}.json or {UNDIVIDED}"
     )
 

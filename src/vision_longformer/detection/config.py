@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import check_at_least, check_choice, unknown_name
 from ..models.config import ModelConfig
-from ..models.zoo import MODELS
+from ..models.zoo import MODELS, describe_model
 
 DETECTORS = ("retinanet", "mask_rcnn")
 STAGES = {"retinanet": (2, 3, 4), "mask_rcnn": (1, 2, 3, 4)}
@@ -37,10 +37,12 @@ class DetectorConfig:
     - ``levels``: stages of the backbone under the pyramid, counted from 1; None for the paper's.
     - ``channels``: of the pyramid's maps.
     - ``min_size``: of the shorter side, one or several; training draws one per image, evaluation takes the last.
-      ``max_size``: of the longer side, which wins over ``min_size``.
+      ``max_size``: of the longer side, which wins over ``min_size``. ``scale``: the factor by which evaluation resizes
+      images instead; 1 leaves them as they are.
     - ``anchor_scale``: side of the smallest anchor in cells of its map; None for the paper's.
     - ``box_width``, ``mask_channels``, ``mask_layers``: of the heads of Mask R-CNN.
-    - ``proposals``: regions per image that Mask R-CNN classifies; ``samples``: how many of them it learns from.
+    - ``proposals``: regions per image that Mask R-CNN classifies, candidates per level of RetinaNet; ``samples``: how
+      many regions Mask R-CNN learns from.
     - ``score_threshold``, ``nms_threshold``, ``detections``: which detections of an image remain, and how many at most.
     """
 
@@ -52,6 +54,7 @@ class DetectorConfig:
     channels: int = 256
     min_size: tuple[int, ...] | int = (800,)
     max_size: int = 1333
+    scale: float | None = None
     anchor_scale: float | None = None
     anchor_ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
     box_width: int = 1024
@@ -83,6 +86,8 @@ class DetectorConfig:
         for name in ("score_threshold", "nms_threshold"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be between 0 and 1")
+        if self.scale is not None and not self.scale > 0:
+            raise ValueError(f"scale is {self.scale}; it must be above 0, or None for min_size and max_size")
         if min(self.anchor_ratios) <= 0 or self.cells <= 0:
             raise ValueError("anchor_ratios and anchor_scale must be positive")
         self._check_levels()
@@ -96,7 +101,8 @@ class DetectorConfig:
         if own is not None and self.stages[-1] > len(own.stages):
             count = len(own.stages)
             raise ValueError(
-                f"levels are {self.stages}, but {self.backbone} has {count} stages; give levels up to {count}"
+                f"levels are {self.stages}, but the backbone ({self.backbone_in_words}) has {count} stages; "
+                f"give levels up to {count}"
             )
 
     @property
@@ -123,6 +129,12 @@ class DetectorConfig:
         if self.backbone not in MODELS:
             return None
         return MODELS[self.backbone].override(**{**self.backbone_options, "num_classes": 0})
+
+    @property
+    def backbone_in_words(self) -> str:
+        """Its name, and what is changed of a model of ours."""
+        own = self.backbone_config
+        return self.backbone if own is None else describe_model(self.backbone, own)
 
     def override(self, **changes: Any) -> DetectorConfig:
         """A copy with some fields changed; unknown names are refused with a suggestion."""

@@ -11,17 +11,18 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from ..checkpoint.native import weights_file
 from ..data.loading import UNREADABLE, BatchLoader, DataError
 from ..data.order import SINGLE_PROCESS, Batching, MicroBatch, Process, epoch_order
 from ..data.randomness import derive_seed
-from ..data.split import EVAL_FRACTION, Split, hold_out
+from ..data.split import AS_BEFORE, EVAL_FRACTION, HELD_OUT, INHERITED, UNKNOWN, Split, hold_out
 from . import garments
 from .augment import Augmentation
 from .coco import CocoData, split_file
@@ -125,22 +126,46 @@ def hold_out_images(data: DetectionData, fraction: float, seed: int) -> Split:
     return hold_out(data.names, rarest, fraction, seed)
 
 
-def open_splits(recipe: DetectionRecipe, run: Path | None = None) -> tuple[DetectionData, DetectionData, Split | None]:
-    """The training and the evaluation images, which have the same categories, and the split if the run made one."""
+class Splits(NamedTuple):
+    """Images to train on and to evaluate on, of the same categories; ``split`` names them if the run divided one set.
+
+    ``how`` says in words which were held out.
+    """
+
+    train: DetectionData
+    evaluation: DetectionData
+    split: Split | None
+    how: str = ""
+
+
+def open_splits(recipe: DetectionRecipe, run: Path | None = None) -> Splits:
+    """The recipe's training and evaluation images, as ``run`` divided them if it is given and did."""
     masks = recipe.detector == "mask_rcnn"
     train_data = open_detection(recipe.data, recipe.train_split, masks=masks, skip_bad=recipe.skip_bad)
     if masks and not train_data.has_masks:
         raise ValueError(f"{recipe.data} has boxes but no masks, which mask_rcnn learns from; use --detector retinanet")
     if recipe.eval_fraction is not None or not has_split(recipe.data, recipe.eval_split):
         fraction = EVAL_FRACTION if recipe.eval_fraction is None else recipe.eval_fraction
-        split = Split.read(run) or hold_out_images(train_data, fraction, recipe.seed)
-        return Subset(train_data, split.train), Subset(train_data, split.evaluation), split
+        split, how = Split.read(run), AS_BEFORE
+        if split is None:
+            split, how = _inherited_split(recipe.init, train_data.names)
+        split = split or hold_out_images(train_data, fraction, recipe.seed)
+        return Splits(Subset(train_data, split.train), Subset(train_data, split.evaluation), split, how)
     eval_data = open_detection(recipe.data, recipe.eval_split, masks=masks, skip_bad=recipe.skip_bad)
     if train_data.categories != eval_data.categories:
         raise ValueError(
             f"the categories of {recipe.train_split} and {recipe.eval_split} in {recipe.data} differ; use one list"
         )
-    return train_data, eval_data, None
+    return Splits(train_data, eval_data, None)
+
+
+def _inherited_split(init: str | None, names: Sequence[str]) -> tuple[Split | None, str]:
+    """That of the starting weights, which have seen its training images, and how images are held out."""
+    known = None if init is None else Split.read(weights_file(init).parent)
+    if known is None:
+        return None, HELD_OUT
+    split = known.applied_to(names)
+    return split, INHERITED if split else UNKNOWN
 
 
 class TrainSet:

@@ -10,8 +10,9 @@ import torch
 
 from ..checkpoint.native import CLASSIFIER, read_config
 from ..geometry import ceil_div
+from ..models.config import ModelConfig
 from ..models.zoo import MODELS
-from ..training.recipe import load_recipe
+from ..training.recipe import load_recipe, named_model
 from .config import DETECTORS
 from .dataset import open_detection
 from .recipe import DetectionRecipe
@@ -58,10 +59,14 @@ def derive(values: Mapping[str, Any]) -> dict[str, Any]:
     epochs = int(given.get("epochs", min(max(ceil_div(machine.passes, images), EPOCHS[0]), EPOCHS[1])))
     steps = given.get("steps") or epochs * max(1, images // batch_size)
     small = machine is CPU and "init" not in given and "model" not in given
+    backbone = _backbone(given, small)
     return {
         "detector": detector,
-        "detector_options": _detector_options(statistics, detector, _image_side(given, statistics, machine), small),
-        **_backbone(given, small),
+        "detector_options": {
+            **_detector_options(statistics, detector, _image_side(given, statistics, machine), small),
+            "levels": _levels({**backbone, **given}),
+        },
+        **backbone,
         "batch_size": batch_size,
         "epochs": epochs,
         "steps": given.get("steps"),
@@ -85,7 +90,6 @@ def _detector_options(statistics: ObjectStatistics, detector: str, side: int, sm
     """Image size, anchors that suit the objects, and small heads on a small backbone."""
     assert detector in DETECTORS
     options: dict[str, Any] = {"min_size": [side], "max_size": side, "anchor_scale": statistics.anchor_scale(side)}
-    options["levels"] = [2, 3, 4]
     if small:
         options = {**load_recipe(DetectionRecipe, "quickstart")["detector_options"], **options}
     busiest = int(statistics.per_image.max())
@@ -98,7 +102,12 @@ def _backbone(given: Mapping[str, Any], small: bool) -> dict[str, Any]:
         return {"model": BACKBONE, "model_options": load_recipe(DetectionRecipe, "quickstart")["model_options"]}
     if "model" in given or given.get("init") is None:
         return {"model": BACKBONE}
-    stored, usual = read_config(given["init"], CLASSIFIER), MODELS[BACKBONE].to_dict()
-    kept = ("num_classes", "img_size", "drop_path_rate", "neighbours")
-    different = {name: value for name, value in stored.items() if name not in kept and value != usual.get(name)}
-    return {"model": BACKBONE, "model_options": different}
+    return named_model(ModelConfig.from_dict(read_config(given["init"], CLASSIFIER)))
+
+
+def _levels(settings: Mapping[str, Any]) -> list[int]:
+    """Stages of the backbone under the pyramid: all from the second on, whose maps have stride 8."""
+    if settings["model"] not in MODELS:
+        return [2, 3, 4]
+    count = len(MODELS[settings["model"]].override(**settings.get("model_options", {})).stages)
+    return list(range(min(2, count), count + 1))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import nan
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ import numpy as np
 import torch
 from pycocotools import mask as rle
 from torch import Tensor
+
+from ..geometry import ceil_div
 
 MASK_THRESHOLD = 0.5
 """Probability from which a pixel belongs to an object."""
@@ -70,6 +73,23 @@ class MaskCrop:
         canvas[self.top : self.top + rows, self.left : self.left + columns] = self.pixels
         return canvas
 
+    def run_lengths(self, height: int, width: int) -> dict[str, Any]:
+        """The mask of the whole image as COCO's compressed run lengths, which are JSON data, without making it."""
+        columns, rows = np.nonzero(self.pixels.T)
+        places = (self.left + columns) * height + self.top + rows
+        starts = places[np.diff(places, prepend=-2) != 1]
+        ends = places[np.diff(places, append=height * width + 1) != 1] + 1
+        borders = [0, *np.stack([starts, ends], 1).ravel().tolist(), height * width]
+        counts = [later - earlier for earlier, later in pairwise(borders)]
+        if len(counts) > 1 and counts[-1] == 0:  # the mask ends with the image
+            counts.pop()
+        return _json_rle(rle.frPyObjects({"size": [height, width], "counts": counts}, height, width))
+
+    def every(self, step: int) -> MaskCrop:
+        """In an image of which every ``step``-th row and column is left."""
+        pixels = self.pixels[-self.top % step :: step, -self.left % step :: step]
+        return MaskCrop(ceil_div(self.top, step), ceil_div(self.left, step), pixels)
+
 
 @dataclass(frozen=True)
 class Detection:
@@ -85,6 +105,11 @@ class Detection:
         x0, y0, x1, y1 = self.box
         mask = self.mask and replace(self.mask, top=self.mask.top + down, left=self.mask.left + right)
         return replace(self, box=(x0 + right, y0 + down, x1 + right, y1 + down), mask=mask)
+
+    def every(self, step: int) -> Detection:
+        """In the coordinates of an image of which every ``step``-th row and column is left."""
+        x0, y0, x1, y1 = (side / step for side in self.box)
+        return replace(self, box=(x0, y0, x1, y1), mask=self.mask and self.mask.every(step))
 
 
 def detections_from_output(output: Mapping[str, Tensor], threshold: float = 0.0) -> list[Detection]:
@@ -140,11 +165,14 @@ def coco_result(
         "score": detection.score,
     }
     if detection.mask is not None:
-        result["segmentation"] = encode_rle(detection.mask.on(*size))
+        result["segmentation"] = detection.mask.run_lengths(*size)
     return result
 
 
 def encode_rle(mask: np.ndarray) -> dict[str, Any]:
     """A mask (h, w), uint8, as COCO's compressed run lengths, which are JSON data."""
-    encoded = rle.encode(np.asfortranarray(mask))
+    return _json_rle(rle.encode(np.asfortranarray(mask)))
+
+
+def _json_rle(encoded: Mapping[str, Any]) -> dict[str, Any]:
     return {"size": list(encoded["size"]), "counts": encoded["counts"].decode("ascii")}

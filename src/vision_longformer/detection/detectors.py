@@ -116,7 +116,7 @@ class RetinaNetDetector(RetinaNet):
             detections_per_img=config.detections,
             fg_iou_thresh=0.5,
             bg_iou_thresh=0.4,
-            topk_candidates=1000,
+            topk_candidates=config.proposals,
         )
         self.box_coder = PreciseBoxCoder(UNIT_WEIGHTS)
         if config.channels < PAPER_CHANNELS:
@@ -131,7 +131,7 @@ class RetinaNetDetector(RetinaNet):
         outputs = _size_by_size(super().forward, images)
         return [{**output, "labels": output["labels"] + 1} for output in outputs]
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
+    def set_grad_checkpointing(self, enable: bool | str = True) -> None:
         """Recompute the blocks of the backbone in backward instead of keeping what is inside them."""
         self.backbone.set_grad_checkpointing(enable)
 
@@ -172,7 +172,7 @@ class MaskRCNNDetector(MaskRCNN):
             return super().forward(images, check_targets(images, targets, self.config.num_classes, masks=True))
         return _size_by_size(super().forward, images)
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
+    def set_grad_checkpointing(self, enable: bool | str = True) -> None:
         """Recompute the blocks of the backbone in backward instead of keeping what is inside them."""
         self.backbone.set_grad_checkpointing(enable)
 
@@ -192,7 +192,9 @@ def _size_by_size(forward: Callable[[Images], Outputs], images: Images) -> Outpu
 def _transform(config: DetectorConfig, backbone: PyramidBackbone) -> ImageTransform:
     """Resizing, ImageNet's mean and standard deviation, and our batching."""
     mean, std = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)
-    return ImageTransform(config.min_sizes, config.max_size, mean, std, size_divisible=backbone.size_divisible)
+    transform = ImageTransform(config.min_sizes, config.max_size, mean, std, size_divisible=backbone.size_divisible)
+    transform.scale = config.scale
+    return transform
 
 
 def _init_narrow_head(head: nn.Module) -> None:

@@ -21,7 +21,7 @@ COCO_IMAGES, COCO_EVALUATED, COCO_CATEGORIES, COCO_SIZE, COCO_OBJECTS = 117_266,
 def estimate(recipe: DetectionRecipe) -> Estimate:
     """Measure a step on one image and scale it up. Data that is not there is taken to be COCO."""
     try:
-        train, evaluation, _ = open_splits(recipe)
+        train, evaluation, *_ = open_splits(recipe)
         statistics, images, evaluated = object_statistics(train), len(train), len(evaluation)
         categories, known = len(train.categories), ""
         train_set = TrainSet(train, seed=recipe.seed, batch_size=recipe.batch_size, accumulate=recipe.accumulate)

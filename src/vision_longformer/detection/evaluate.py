@@ -30,7 +30,7 @@ from ..export.runtime import is_exported
 from ..geometry import ceil_div
 from ..training.distributed import autocast
 from ..training.recipe import PRECISIONS, resolve
-from ..training.run_directory import RECIPE
+from ..training.run_directory import RECIPE, no_run_error
 from .checkpoint import Detector
 from .dataset import DetectionData, EvalSet, Subset, open_detection
 from .detections import Category, Target, coco_annotations, coco_result, detections_from_output
@@ -85,7 +85,7 @@ def evaluate(
     """COCO's metrics of a checkpoint on the ``split`` of ``data``; under ``torchrun``, processes share the images.
 
     Args:
-        checkpoint: a run directory, a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
+        checkpoint: a run directory, a .safetensors file of a detector, or a .onnx, .xml or .pt2 file exported from one.
         data: a folder in COCO's format, or the built-in garments; by default what the checkpoint's run was evaluated
             on.
         split: which part of it; by default the run's, images that it held out included, or validation.
@@ -118,7 +118,7 @@ def eval_images(checkpoint: str | Path, data: str | None, split: str | None) -> 
     if not (run / RECIPE).is_file():
         if data is None:
             weights_file(checkpoint)  # says if there is no such file
-            raise ValueError(f"{checkpoint} is not in a run directory, which would name its data; give --data DATA")
+            raise no_run_error(checkpoint)
         return data, split or "validation", None
     recipe = resolve(DetectionRecipe, str(run / RECIPE))
     if data is not None and Path(data).absolute() != Path(recipe.data).absolute():
@@ -143,14 +143,15 @@ def evaluate_detector(
     device: torch.device,
     precision: str = "fp32",
     progress: Progress | None = None,
+    group: distributed.ProcessGroup | None = None,
 ) -> DetectionResult:
-    """COCO's metrics of a model, the same in every process; the model is left in the mode it was in.
+    """COCO's metrics of a model over the processes of a group, the same in each; the model is left in its mode.
 
     Images run one by one in their own sizes, and each is counted once. Every process runs the model equally often, if
     need be on an image that does not count, since all must take part in running a sharded model.
     """
     training = model.training
-    processes = distributed.get_world_size() if distributed.is_initialized() else 1
+    processes = distributed.get_world_size(group) if distributed.is_initialized() else 1
     own = CocoRecords()
     model.eval()
     try:
@@ -164,22 +165,24 @@ def evaluate_detector(
     finally:
         model.train(training)
     own.skipped = eval_set.skipped
-    return _result_of_all(own, eval_set.categories)
+    return _result_of_all(own, eval_set.categories, group)
 
 
-def _result_of_all(own: CocoRecords, categories: Sequence[Category]) -> DetectionResult:
-    """Computed in the main process from the records of all, and sent to the others."""
+def _result_of_all(
+    own: CocoRecords, categories: Sequence[Category], group: distributed.ProcessGroup | None
+) -> DetectionResult:
+    """Computed in the first process from the records of all, and sent to the others."""
     if not distributed.is_initialized():
         return own.result(categories)
-    main = distributed.get_rank() == 0
-    shares: list[Any] | None = [None] * distributed.get_world_size() if main else None
-    distributed.gather_object(own, shares)
+    first = distributed.get_rank(group) == 0
+    shares: list[Any] | None = [None] * distributed.get_world_size(group) if first else None
+    distributed.gather_object(own, shares, group=group, group_dst=0)
     if shares is None:
         received: list[Any] = [None]
-        distributed.broadcast_object_list(received)
+        distributed.broadcast_object_list(received, group=group, group_src=0)
         return received[0]
     result = CocoRecords.joined(shares).result(categories)
-    distributed.broadcast_object_list([replace(result, detections=[])])
+    distributed.broadcast_object_list([replace(result, detections=[])], group=group, group_src=0)
     return result
 
 

@@ -24,6 +24,7 @@ from torchvision.models.detection.rpn import concat_box_prediction_layers
 from torchvision.models.detection.transform import resize_boxes
 from torchvision.ops import clip_boxes_to_image, nms
 
+from ..checkpoint.native import CLASSIFIER, READERS
 from ..data.loading import Progress
 from ..errors import CheckpointError
 from ..export.runtime import ExportedModel, is_exported, load_exported
@@ -31,7 +32,7 @@ from ..export.verify import ExportedFile, export_verified
 from ..export.writers import file_metadata
 from ..models import VisionLongformer
 from ..models.config import size_pair
-from .backbone import ImageTransform
+from .backbone import ImageTransform, resized_size
 from .checkpoint import Detector, load_detector, load_detector_info
 from .config import DetectorConfig
 from .dataset import image_tensor
@@ -282,7 +283,8 @@ def _well_decided(graph: DetectorGraph, photos: list[Tensor]) -> Iterator[Tensor
 class ExportedDetector(nn.Module):
     """A file for images of a fixed ``size``, called like a detector: images of any size, results in their pixels.
 
-    An image is resized to fit, and padded at the bottom and on the right with the colour that counts as zero.
+    An image is resized as by the detector, or to fit, and padded at the bottom and on the right with the colour that
+    counts as zero.
     """
 
     def __init__(self, model: ExportedModel) -> None:
@@ -296,10 +298,17 @@ class ExportedDetector(nn.Module):
         """Images (3, h, w) with values from 0 to 1 to ``boxes``, ``labels``, ``scores`` and perhaps ``masks``."""
         return [self._detect(image) for image in images]
 
+    def resized_size(self, height: int, width: int) -> tuple[int, int]:
+        """That of an image inside the file's: what the detector makes of it if that fits, or else as large as fits."""
+        own = resized_size(height, width, self.config.min_sizes[-1], self.config.max_size, self.config.scale)
+        if own[0] <= self.size[0] and own[1] <= self.size[1]:
+            return own
+        scale = min(self.size[0] / height, self.size[1] / width)
+        return max(1, round(height * scale)), max(1, round(width * scale))
+
     def _detect(self, image: Tensor) -> dict[str, Tensor]:
         height, width = image.shape[1:]
-        scale = min(self.size[0] / height, self.size[1] / width)
-        used = max(1, round(height * scale)), max(1, round(width * scale))
+        used = self.resized_size(height, width)
         whole = self.padding.to(image).repeat(1, *self.size)
         whole[:, : used[0], : used[1]] = F.interpolate(image[None], used, mode="bilinear")[0]
         output = dict(zip(MaskRCNNGraph.outputs, self.model(whole), strict=False))  # RetinaNet has no masks
@@ -312,10 +321,16 @@ class ExportedDetector(nn.Module):
         return output
 
 
-def open_detector(path: str | Path) -> Detector:
-    """The detector of a checkpoint or of an exported file, in evaluation mode, with its categories."""
+def open_detector(path: str | Path, **settings: Any) -> Detector:
+    """The detector of a checkpoint or of an exported file, in evaluation mode, with its categories.
+
+    ``settings`` as in :func:`load_detector`; those of an exported file are part of its graph.
+    """
     if not is_exported(path):
-        return Detector.from_stored(load_detector(path), load_detector_info(path).get("categories"), path)
+        model = load_detector(path, **settings)
+        return Detector.from_stored(model, load_detector_info(path).get("categories"), path)
+    if settings:
+        raise ValueError(f"{path} is an exported file, whose {' and '.join(settings)} cannot be changed")
     model = load_exported_detector(path)
     named = model.metadata.get("named", True)
     return Detector.from_stored(model, model.metadata.get("categories") if named else None, path)
@@ -326,7 +341,8 @@ def load_exported_detector(path: str | Path) -> ExportedDetector:
     model = load_exported(path)
     model_type = model.metadata["kind"]
     if model_type != "detector":
-        raise CheckpointError(f"{path} is an exported {model_type}; a detector was asked for, and nothing was loaded")
+        what = READERS[CLASSIFIER] if model_type == "classifier" else f"an exported {model_type}"
+        raise CheckpointError(f"{path} is {what}; a detector was asked for, and nothing was loaded")
     try:
         return ExportedDetector(model)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -296,7 +296,13 @@ def place(sprites: Sequence[Sprite], height: int, width: int, random: np.random.
 
 
 def visible(placed: Sequence[Placed], height: int, width: int) -> tuple[list[Placed], np.ndarray]:
-    """The objects that can be seen well enough, and what is seen of each: masks (n, height, width), bool.
+    """The objects that can be seen well enough, and what is seen of each: masks (n, height, width), bool."""
+    remaining, owners = visible_owners(placed, height, width)
+    return remaining, owners == np.arange(1, len(remaining) + 1)[:, None, None]
+
+
+def visible_owners(placed: Sequence[Placed], height: int, width: int) -> tuple[list[Placed], np.ndarray]:
+    """The objects that can be seen well enough, and for each pixel the number of the one on top, as of :func:`_owners`.
 
     Later ones cover earlier ones; leaving out those that are hidden can only show more of the others.
     """
@@ -307,9 +313,7 @@ def visible(placed: Sequence[Placed], height: int, width: int) -> tuple[list[Pla
         for one, pixels in zip(placed, seen, strict=True)
         if pixels >= (1 - HIDDEN) * np.count_nonzero(one.sprite.mask)
     ]
-    if len(remaining) < len(placed):
-        owners = _owners(remaining, height, width)
-    return remaining, owners == np.arange(1, len(remaining) + 1)[:, None, None]
+    return remaining, _owners(remaining, height, width) if len(remaining) < len(placed) else owners
 
 
 def _owners(placed: Sequence[Placed], height: int, width: int) -> np.ndarray:

@@ -49,15 +49,16 @@ def draw_detections(image: Image.Image, detections: Sequence[Detection], names: 
     scale = max(1.0, DRAWN / max(image.size))
     size = round(image.width * scale), round(image.height * scale)
     canvas = image.resize(size, Image.Resampling.BICUBIC) if scale > 1 else image.copy()
-    line = max(2, round(max(size) / 450))
+    line = max(3, round(max(size) / 300))
     worst_first = list(reversed(detections))
     for detection in worst_first:
         if detection.mask is not None and detection.mask.pixels.size:
             _tint(canvas, detection.mask, _colour(detection.label), scale, line)
     draw = ImageDraw.Draw(canvas)
     for detection in worst_first:
-        box = tuple(round(value * scale) for value in detection.box)
-        draw.rectangle(box, outline=_colour(detection.label), width=line)
+        left, top, right, bottom = (round(value * scale) for value in detection.box)
+        draw.rectangle((left - 1, top - 1, right + 1, bottom + 1), outline="white", width=line + 2)
+        draw.rectangle((left, top, right, bottom), outline=_colour(detection.label), width=line)
     font = _font(max(13, round(max(size) / 68)))
     taken: list[Area] = []
     for detection in detections[:MAX_TAGS]:

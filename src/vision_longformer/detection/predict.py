@@ -1,4 +1,4 @@
-"""Detections in image files: of whole images or, for large ones, of overlapping tiles, each object once.
+"""Detections in image files: of whole images, streamed if they would not fit the memory, or of overlapping tiles.
 
 Two tiles see the same object if their detections have the same label and, cut to the strip that both tiles cover,
 boxes of an IoU of at least ``SAME_OBJECT_IOU``. So a piece of an object is recognised by what it has in common with the
@@ -8,20 +8,27 @@ tile, the union of their boxes and masks does, with the best score.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import nn
 
-from ..data.images import decode_image, image_files
+from ..data.images import decode_image, image_files, image_size
 from ..errors import check_at_least, check_fraction
+from ..geometry import ceil_div
+from ..large.memory import format_bytes, free_memory, parse_bytes
+from ..large.reading import LargeImage, is_zarr, open_image
 from .dataset import image_tensor
 from .detections import Box, Detection, MaskCrop, detections_from_output
+from .stream import bytes_at_once, stream_detections
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_TILE = 64
 
@@ -33,29 +40,103 @@ TOUCHING = 2.0
 """Pixels from a tile's border within which the tile counts as cutting a box."""
 
 
+LARGEST_PICTURE = 4096
+"""Pixels of the longer side of a picture of a streamed image, at most."""
+
+ROWS = 256
+"""Rows that are read at a time for it."""
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """An image file, its pixels, and the detections in it, best first."""
+    """An image file, the image, opened to be read by rows if it was streamed, and the detections in it, best first."""
 
     file: str
-    image: Image.Image
+    source: Image.Image | LargeImage
     detections: list[Detection]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the image."""
+        if isinstance(self.source, LargeImage):
+            return self.source.shape[:2]
+        return self.source.height, self.source.width
+
+    def picture(self) -> tuple[Image.Image, list[Detection]]:
+        """The image, every n-th pixel of one that was streamed, and the detections in its coordinates."""
+        if not isinstance(self.source, LargeImage):
+            return self.source, self.detections
+        step = ceil_div(max(self.size), LARGEST_PICTURE)
+        return _every(self.source, step), [detection.every(step) for detection in self.detections]
+
+
+def input_files(images: Sequence[str | Path]) -> list[Path]:
+    """The files that ``images`` stands for: a folder is the images inside, unless it is one of zarr."""
+    files = []
+    for path in map(Path, images):
+        files += [path] if is_zarr(path) else image_files([path])
+    return files
 
 
 def predict(
-    model: nn.Module, images: Sequence[str | Path], *, threshold: float = 0.5, tile: int | None = None
+    model: nn.Module,
+    images: Sequence[str | Path],
+    *,
+    threshold: float = 0.5,
+    tile: int | None = None,
+    memory: str | int | None = None,
+    storage: str | Path | None = None,
+    level: int = 0,
+    allow_large: bool = False,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> Iterator[Prediction]:
     """Detections with a score of at least ``threshold`` in each image; a folder stands for the images inside.
 
-    Images run one by one; with ``tile``, in overlapping squares of that many pixels, so that objects of large photos
-    are not shrunk away, and memory does not grow with the photo.
+    Images run one by one. One that would need more than ``memory``, or than is free, is streamed, to the same result
+    (:func:`stream_detections`); so are images that only :func:`~vision_longformer.large.open_image` reads, with
+    ``level`` and ``allow_large`` as there. With ``tile``, images run in overlapping squares of that many pixels
+    instead.
     """
     check_fraction("threshold", threshold)
     if tile is not None:
         check_at_least("tile", tile, SMALLEST_TILE)
-    for file in image_files(images):
-        image = decode_image(file)
-        yield Prediction(str(file), image, predict_image(model, image, threshold=threshold, tile=tile))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    limit = free_memory(device) if memory is None else parse_bytes(memory)
+    for file in input_files(images):
+        source: Image.Image | LargeImage
+        if tile is not None or (level == 0 and _fits(model, file, limit)):
+            source = decode_image(file, allow_large=allow_large)
+            found = predict_image(model, source, threshold=threshold, tile=tile)
+        else:
+            source = open_image(file, level=level, allow_large=allow_large)
+            found = stream_detections(
+                model, source, threshold=threshold, memory=limit, storage=storage, progress=progress
+            )
+        if tile is None and len(found) == cast(Any, model).config.detections:
+            logger.info("%s: %d objects are the most of an image; detections=N allows more", file, len(found))
+        yield Prediction(str(file), source, found)
+
+
+def _fits(model: nn.Module, file: Path, limit: int) -> bool:
+    """Whether a file is a photo that the detector can take at once, or has to, as it cannot be streamed."""
+    size = image_size(file)
+    needed = None if size is None else bytes_at_once(model, size)
+    if size is None or needed is None or needed <= limit:
+        return size is not None
+    amounts = f"about {format_bytes(needed)}, but {format_bytes(limit)} are free or allowed"
+    logger.info("%s: %d×%d pixels at once need %s: they are streamed", file, *size, amounts)
+    return False
+
+
+def _every(image: LargeImage, step: int) -> Image.Image:
+    """Every ``step``-th row and column, in 8 bits."""
+    many = step * ceil_div(ROWS, step)
+    rows = np.concatenate([image[top : top + many][::step, ::step] for top in range(0, image.shape[0], many)])
+    if rows.dtype == np.uint16:
+        rows = rows >> 8
+    elif rows.dtype != np.uint8:
+        rows = (rows * 255).round().clip(0, 255)
+    return Image.fromarray(rows.astype(np.uint8))
 
 
 def predict_image(

@@ -59,7 +59,8 @@ class DetectionRecipe(BackboneSettings):
     Args:
         detector: mask_rcnn or retinanet.
         detector_options: fields of the detector's configuration to change, such as {"min_size": [480]}.
-        init: a classification checkpoint (.safetensors) for the backbone; its tables are resized.
+        init: a classifier for the backbone: a checkpoint (.safetensors), a run directory, a folder or hub name of
+            'vil hub', or cifar10_nano, which is built in; its tables are resized.
         table_resize: how its relative-position tables change size: bilinear, as in the paper, or offset.
         data: a folder in COCO's format, or the built-in garments (garments:320 for small images).
         train_split: name of the split to train on.
@@ -117,5 +118,5 @@ class DetectionRecipe(BackboneSettings):
         options = dict(self.model_options)
         if self.model in MODELS:
             options |= {"drop_path_rate": self.drop_path, "neighbours": self.neighbours}
-        config = DetectorConfig(self.detector, self.model, num_classes, options)
-        return config.override(**self.detector_options)
+        detector = {"kind": self.detector, "backbone": self.model, "num_classes": num_classes}
+        return DetectorConfig.from_dict({**detector, "backbone_options": options, **self.detector_options})

@@ -84,6 +84,12 @@ def span(low: int, high: int) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
+def missing_categories(data: DetectionData) -> list[str]:
+    """Names of the categories that no image shows."""
+    there = {label for index in range(len(data)) for label in data.shapes(index)[3]}
+    return [category.name for label, category in enumerate(data.categories, 1) if label not in there]
+
+
 def object_statistics(data: DetectionData) -> ObjectStatistics:
     """Of the images with objects; crowds are not counted."""
     indices = data.with_objects()

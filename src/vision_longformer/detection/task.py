@@ -11,16 +11,19 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..data.loading import Progress
-from ..data.order import Process
 from ..data.randomness import derive_seed, seeded
 from ..data.split import SPLIT_FILE
+from ..large.spatial import check_divisible, spatial_parallel
 from ..training import run
-from ..training.callbacks import Callback, duration
+from ..training.callbacks import Callback, counted, duration
+from ..training.distributed import replica
 from ..training.estimate import scale_up
 from ..training.run import TrainedRun
 from ..training.task import TrainingTask
+from . import garments
 from .augment import Augmentation
 from .checkpoint import freeze_stages, load_backbone, save_detector
 from .dataset import Batch, EvalSet, TrainSet, open_splits
@@ -33,7 +36,7 @@ from .export import open_detector
 from .pictures import draw_pair, page, save_image
 from .predict import predict_image
 from .recipe import DetectionRecipe
-from .statistics import object_statistics, span
+from .statistics import missing_categories, object_statistics, span
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +62,9 @@ class DetectionTask(TrainingTask):
 
     def __init__(self, recipe: DetectionRecipe, accelerator: Accelerator, run: Path | None = None) -> None:
         self.recipe, self.accelerator = recipe, accelerator
-        process = Process(accelerator.process_index, accelerator.num_processes)
-        train_data, eval_data, self._split = open_splits(recipe, run)
+        process = replica(accelerator, recipe)
+        self.splits = open_splits(recipe, run)
+        train_data, eval_data = self.splits.train, self.splits.evaluation
         self.train_set = TrainSet(
             train_data,
             seed=recipe.seed,
@@ -74,44 +78,62 @@ class DetectionTask(TrainingTask):
         self.eval_set = EvalSet(eval_data, process=process, workers=recipe.workers, skip_bad=recipe.skip_bad)
         with seeded(derive_seed(recipe.seed, "weights")):
             self.model = build_detector(recipe.detector_config(len(train_data.categories)))
+        if recipe.spatial > 1:
+            check_divisible(self.model, recipe.spatial)
         if recipe.init is not None:
             logger.info("%s", load_backbone(self.model, recipe.init, recipe.table_resize))
         if recipe.freeze:
             freeze_stages(self.model, recipe.freeze)
         self.batches_per_epoch = self.train_set.batches_per_epoch
-        self._train_data, self._eval_data = train_data, eval_data
 
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         return derive(values)
 
     def files(self) -> dict[str, str]:
-        return {} if self._split is None else {SPLIT_FILE: self._split.to_json()}
+        return {} if self.splits.split is None else {SPLIT_FILE: self.splits.split.to_json()}
 
     def summary(self) -> dict[str, str]:
         """The images and their objects, the detector, where its weights come from, and how long it will take."""
-        recipe, config = self.recipe, self.recipe.detector_config(len(self.train_set.categories))
-        statistics = object_statistics(self._train_data)
+        recipe, splits = self.recipe, self.splits
+        config = recipe.detector_config(len(self.train_set.categories))
+        statistics = object_statistics(splits.train)
         counts = ", ".join(f"{name} {count}" for name, count in islice(statistics.counts.items(), MAX_CATEGORIES))
         more = len(statistics.counts) - MAX_CATEGORIES
-        held_out = "held out of the training images" if self._split else recipe.eval_split
+        held_out = f"{splits.how}; split.json" if splits.split else recipe.eval_split
         trial = trial_of_detector(self.model, statistics, self.accelerator.device)
-        plan = scale_up(recipe, self.model, "", self.batches_per_epoch, len(self._eval_data), trial)
+        plan = scale_up(recipe, self.model, "", self.batches_per_epoch, len(splits.evaluation), trial)
         frozen = f", the first {recipe.freeze} stages as they are" if recipe.freeze else ""
         parameters = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         return {
             "data": recipe.data,
-            "training": f"{len(self._train_data)} images, {sum(statistics.counts.values())} objects",
-            "evaluation": f"{len(self._eval_data)} images ({held_out})",
+            "training": f"{len(splits.train)} images, {sum(statistics.counts.values())} objects",
+            "evaluation": f"{len(splits.evaluation)} images ({held_out})",
+            **self._warning(),
             "categories": counts + (f" and {more} more" if more > 0 else ""),
             **statistics.rows(),
             "detector": f"{recipe.detector}, images of {span(config.min_sizes[-1], config.max_size)} pixels",
             "anchors": f"from {config.cells * 4 * 2 ** (config.stages[0] - 1):g} pixels",
-            "model": f"{recipe.model}, {parameters:.1f} million parameters",
+            "model": f"{config.backbone_in_words}, {parameters:.1f} million parameters",
             "starts from": (recipe.init or "random weights") + frozen,
-            "schedule": f"{plan.epochs:g} epochs, {plan.steps:,} steps of {recipe.batch_size} images",
+            "schedule": (
+                f"{counted(plan.epochs, 'epoch')}, {counted(plan.steps, 'step')} of "
+                f"{counted(recipe.batch_size, 'image')}"
+            ),
             "expected": f"about {duration(plan.seconds)}",
         }
+
+    def _warning(self) -> dict[str, str]:
+        """Categories that cannot be evaluated; the built-in images, made on the fly, show all."""
+        if isinstance(self.splits.evaluation, garments.Garments):
+            return {}
+        missing = missing_categories(self.splits.evaluation)
+        return {"warning": f"not in the evaluation images: {', '.join(missing)}"} if missing else {}
+
+    def divide_images(self, mesh: DeviceMesh) -> None:
+        """The backbone's maps are computed in bands and gathered; every process then runs the neck and the heads."""
+        spatial_parallel(self.model, mesh["spatial"])
+        self.eval_group = mesh.get_group("data")
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         device = self.accelerator.device
@@ -127,7 +149,7 @@ class DetectionTask(TrainingTask):
 
     def evaluate(self, progress: Progress) -> dict[str, float]:
         device, precision = self.accelerator.device, self.recipe.precision
-        result = evaluate_detector(self.model, self.eval_set, device, precision, progress)
+        result = evaluate_detector(self.model, self.eval_set, device, precision, progress, self.eval_group)
         return {
             f"{part}_{name}": value
             for part, metrics in (("box", result.boxes), ("mask", result.masks))
@@ -153,7 +175,7 @@ class DetectionTask(TrainingTask):
         for image, target in self.eval_set.examples(NUM_PICTURES):
             detections = predict_image(detector.model, image, threshold=MIN_PICTURED_SCORE)
             pictures.append(draw_pair(image, annotated_objects(target), detections, names))
-        where = f"{self.recipe.data}, {'held out' if self._split else self.recipe.eval_split}"
+        where = f"{self.recipe.data}, {'held out' if self.splits.split else self.recipe.eval_split}"
         caption = f"{where}: annotated, and found with a score of at least {MIN_PICTURED_SCORE}"
         save_image(page(pictures, caption, columns=2), folder / "predictions.png", overwrite=True)
 
@@ -166,6 +188,7 @@ def train(
     recipe: str | DetectionRecipe | None = None,
     *,
     output: str | Path | None = None,
+    resume: bool = False,
     callback: Callback | None = None,
     **changes: Any,
 ) -> TrainedRun:
@@ -174,7 +197,7 @@ def train(
     Without a recipe, ``own_objects`` is for ``data`` that is given, and otherwise ``quickstart`` for the built-in data.
     """
     recipe = recipe or DetectionRecipe.default_name(changes)
-    return run.train(DetectionTask, recipe, output=output, callback=callback, **changes)
+    return run.train(DetectionTask, recipe, output=output, resume=resume, callback=callback, **changes)
 
 
 def resume(directory: str | Path, *, epochs: int | None = None, callback: Callback | None = None) -> TrainedRun:

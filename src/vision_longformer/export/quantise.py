@@ -1,15 +1,19 @@
-"""Smaller ONNX files: weights in bf16, or linear layers in int8."""
+"""Smaller exported files: weights in bf16, or linear layers in int8."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import check_choice
 from ..files import atomic_write
 from .runtime import load_exported
-from .writers import encode_metadata
+from .writers import BESIDE, encode_metadata, save_openvino
 
 PRECISIONS = ("int8", "bf16")
 
@@ -17,33 +21,69 @@ LINEAR = ("MatMul", "Gemm")
 """Operators of linear layers; those whose second factor is a weight are quantised."""
 
 
-def quantise(path: str | Path, to: str, output: str | Path | None = None, *, overwrite: bool = False) -> Path:
-    """Write an exported ``.onnx`` file with smaller weights, as ``NAME_int8.onnx`` by default.
+def quantise(
+    path: str | Path,
+    to: str,
+    output: str | Path | None = None,
+    *,
+    calibration: Sequence[Tensor] = (),
+    overwrite: bool = False,
+) -> Path:
+    """Write an exported ``.onnx`` or ``.xml`` file with smaller weights, as ``NAME_int8.onnx`` by default.
 
     Its metadata stay as they are, with ``precision`` added, so that the file is used as before.
 
     Args:
         path: the file, of a classifier, backbone or detector.
-        to: int8: linear layers multiply 8-bit integers, weights scaled per output, inputs per batch, so that an image's
-            result depends a little on its batch. bf16: weights are stored in 16 bits and cast to float32 to compute,
-            since onnxruntime has no bf16 matrix products on CPUs; this halves the file and nothing else.
+        to: int8: linear layers multiply 8-bit integers, weights scaled per output. onnxruntime scales inputs per batch,
+            so that an image's result depends a little on its batch; OpenVINO has fixed scales for them, from
+            ``calibration``. bf16: weights are stored in 16 bits and cast to float32 to compute, since onnxruntime has
+            no bf16 matrix products on CPUs; this halves the file and nothing else.
         output: where to write.
+        calibration: batches of images (B, C, H, W), prepared as the model takes them, for OpenVINO's int8.
         overwrite: replace an existing file.
     """
     check_choice("precision", to, PRECISIONS)
     path = Path(path)
-    if path.suffix != ".onnx":
-        raise ValueError(f"{path.name} should end in .onnx; 'vil export --format onnx' writes such a file")
+    _check_source(path, to, calibration)
     output = path.with_stem(f"{path.stem}_{to}") if output is None else Path(output)
-    if output.suffix != ".onnx":
-        raise ValueError(f"{output.name} should end in .onnx")
+    if output.suffix != path.suffix:
+        raise ValueError(f"{output.name} should end in {path.suffix}")
     metadata = load_exported(path).metadata
     if "precision" in metadata:
         raise ValueError(f"{path} is in {metadata['precision']} already; quantise the file that it was made from")
-    with atomic_write(output, overwrite=overwrite) as temporary:
-        _write(_to_int8(path) if to == "int8" else _to_bf16(path), {**metadata, "precision": to}, temporary)
+    metadata = {**metadata, "precision": to}
+    with atomic_write(output, overwrite=overwrite, beside=BESIDE.get(path.suffix, ())) as temporary:
+        if path.suffix == ".xml":
+            save_openvino(_openvino_int8(path, calibration), temporary, metadata)
+        else:
+            _write(_to_int8(path) if to == "int8" else _to_bf16(path), metadata, temporary)
         load_exported(temporary)
     return output
+
+
+def _check_source(path: Path, to: str, calibration: Sequence[Tensor]) -> None:
+    if path.suffix not in (".onnx", ".xml"):
+        raise ValueError(f"{path.name} should end in .onnx or .xml; 'vil export --format onnx' writes such a file")
+    if path.suffix == ".onnx":
+        return
+    if to != "int8":
+        raise ValueError(f"{path} is a file of OpenVINO, which is stored in float32 or int8; use --to int8, or .onnx")
+    if find_spec("nncf") is None:
+        raise ValueError("int8 in OpenVINO needs nncf; install with: pip install 'vision-longformer[openvino]'")
+    if not calibration:
+        raise ValueError("int8 in OpenVINO needs images to find the range of each layer's inputs; give --data DATA")
+
+
+def _openvino_int8(path: Path, calibration: Sequence[Tensor]) -> Any:
+    """Linear layers, convolutions and products of attention in int8, by OpenVINO's own tool."""
+    import nncf
+    import openvino
+
+    model = openvino.Core().read_model(path)
+    dataset = nncf.Dataset([images.numpy() for images in calibration])
+    size = max(len(calibration), 1)
+    return nncf.quantize(model, dataset, model_type=nncf.ModelType.TRANSFORMER, subset_size=size)
 
 
 def _write(model: Any, metadata: dict[str, Any], path: Path) -> None:

@@ -1,8 +1,10 @@
-"""An exported file, running: called on tensors like the module that it was made from, by onnxruntime or PyTorch."""
+"""An exported file, running: called on tensors like the module that it was made from, by onnxruntime, OpenVINO or
+PyTorch."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, first_line
-from .writers import METADATA_FILE, check_onnx, decode_metadata
+from .writers import BESIDE, METADATA_FILE, OPENVINO_METADATA, check_packages, decode_metadata
 
 Run = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """From the inputs of a file to its outputs, all on the CPU."""
@@ -41,21 +43,32 @@ def is_exported(path: str | Path) -> bool:
 
 
 def load_exported(path: str | Path) -> ExportedModel:
-    """The model of a ``.onnx`` or ``.pt2`` file that was exported here."""
+    """The model of a ``.onnx``, ``.xml`` or ``.pt2`` file that was exported here."""
     path = Path(path)
     if not is_exported(path):
         raise ValueError(f"{path.name} should end in {' or '.join(LOADERS)}")
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    if path.suffix == ".onnx":
-        check_onnx(["onnxruntime"])
+    for file in (path, *map(path.with_suffix, BESIDE.get(path.suffix, ()))):
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no file {file}")
+    check_packages(path.suffix, to_write=False)
     try:
         return LOADERS[path.suffix](path)
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # readers of damaged files raise nearly anything
         reason = first_line(error)
+        if unknown := UNKNOWN_OPERATOR.search(str(error)):
+            operator = ", ".join(part for part in unknown.groups() if part)
+            raise CheckpointError(
+                f"the installed runtime of {path.suffix} files does not know an operator of {path} ({operator}); "
+                "update it, or export in another format: onnx, openvino or pt2"
+            ) from error
         raise CheckpointError(f"{path} is not a valid {path.suffix} file ({reason}); nothing was loaded") from error
+
+
+def file_bytes(path: Path) -> int:
+    """The length of a file, with what belongs to it."""
+    return sum(one.stat().st_size for one in (path, *map(path.with_suffix, BESIDE.get(path.suffix, ()))))
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
@@ -88,5 +101,29 @@ def _load_pt2(path: Path) -> ExportedModel:
     return ExportedModel(run, decode_metadata(json.loads(texts[METADATA_FILE] or "{}"), path))
 
 
-LOADERS: dict[str, Callable[[Path], ExportedModel]] = {".onnx": _load_onnx, ".pt2": _load_pt2}
+def _load_openvino(path: Path) -> ExportedModel:
+    import openvino
+
+    core = openvino.Core()
+    model = core.read_model(path)
+    text = model.get_rt_info(OPENVINO_METADATA).astype(str) if model.has_rt_info(OPENVINO_METADATA) else "{}"
+    metadata = decode_metadata(json.loads(text), path)
+    compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"})
+
+    def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        results = compiled([x.numpy() for x in inputs])
+        return tuple(torch.from_numpy(results[output].copy()) for output in compiled.outputs)
+
+    return ExportedModel(run, metadata)
+
+
+UNKNOWN_OPERATOR = re.compile(
+    r"implementation for (\w+\(\d+\)) node with name '([^']*)'"  # onnxruntime
+    r"|(\S+)\(-?\d+\) is not a registered function/op"  # onnxruntime, of another domain
+    r"|not support the following ONNX operations: ([^\n]*)"  # OpenVINO
+    r"|Cannot create (\S+) layer"  # OpenVINO
+)
+"""What runtimes say of an operator that they do not know: its name, and perhaps that of the node."""
+
+LOADERS: dict[str, Callable[[Path], ExportedModel]] = {".onnx": _load_onnx, ".pt2": _load_pt2, ".xml": _load_openvino}
 """What reads a file, by the end of its name."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..data.loading import Progress
 from ..errors import check_choice
 from ..files import atomic_write
-from .runtime import as_tuple, load_exported
-from .writers import WRITERS, Graph, Shapes, check_onnx, trace
+from .runtime import as_tuple, file_bytes, load_exported
+from .writers import BESIDE, SUFFIXES, WRITERS, Graph, Shapes, check_packages, trace
 
 TOLERANCE = 1e-4
 """Largest difference of an output in float32, relative to its largest value, or to 1 if that is smaller."""
@@ -40,6 +40,11 @@ class ExportedFile:
     path: Path
     metadata: dict[str, Any]
     differences: tuple[Difference, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its length, with what belongs to it."""
+        return file_bytes(self.path)
 
 
 def export_verified(
@@ -68,7 +73,7 @@ def export_verified(
         if progress is not None:
             progress(next(done), steps)
 
-    with atomic_write(path, overwrite=overwrite) as temporary:
+    with atomic_write(path, overwrite=overwrite, beside=BESIDE.get(path.suffix, ())) as temporary:
         program = trace(module, examples[0], dynamic_shapes)
         step()
         WRITERS[path.suffix](Graph(program, input_names, output_names, dynamic_shapes), temporary, metadata)
@@ -83,12 +88,11 @@ def export_verified(
 
 def check_target(path: str | Path, format: str) -> Path:
     """The path, if its name fits the format and the format can be written here."""
-    check_choice("format", format, (suffix.removeprefix(".") for suffix in WRITERS))
-    path = Path(path)
-    if path.suffix != f".{format}":
-        raise ValueError(f"{path.name} should end in .{format}, as the format is {format}")
-    if format == "onnx":
-        check_onnx()
+    check_choice("format", format, SUFFIXES)
+    path, suffix = Path(path), SUFFIXES[format]
+    if path.suffix != suffix:
+        raise ValueError(f"{path.name} should end in {suffix}, as the format is {format}")
+    check_packages(suffix, to_write=True)
     return path
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,26 @@ FORMAT = "vision_longformer_export/1"
 METADATA_FILE = "metadata.json"
 """The name of the metadata inside a ``.pt2`` file."""
 
-ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+OPSET = 23
+"""The version of ONNX's operators: the first with ``Attention`` as one of them, beside ``Gelu`` and layer norms."""
+
+OPSET_WITH_ROI_ALIGN = 20
+"""For Mask R-CNN: onnxruntime has no kernel for ``RoiAlign`` as it is from version 22 on."""
+
+OPENVINO_METADATA = ["vision_longformer", "metadata"]
+"""Where an OpenVINO file keeps the metadata, as the text of one JSON object."""
+
+SUFFIXES = {"onnx": ".onnx", "pt2": ".pt2", "openvino": ".xml"}
+"""How the names of the files of a format end."""
+
+BESIDE = {".xml": (".bin",)}
+"""Files of the same name that belong to one: OpenVINO's weights."""
+
+PACKAGES = {".onnx": ("onnx", "onnxscript", "onnxruntime"), ".xml": ("onnx", "onnxscript", "openvino")}
+"""What writes and runs a file beside PyTorch, by the end of its name; the last one suffices to run it."""
+
+EXTRAS = {".onnx": ("ONNX", "export"), ".xml": ("OpenVINO", "openvino")}
+"""What a file is called, and which extra of this package has its packages."""
 
 Shapes = tuple[dict[int, Dim], ...] | None
 """For each input, the axes that may vary, as named dimensions; None if none may."""
@@ -51,7 +71,6 @@ def trace(module: nn.Module, inputs: tuple[Tensor, ...], dynamic_shapes: Shapes 
 
 def write_onnx(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> None:
     """Write a program as ONNX, weights included; axes that may vary keep their names."""
-    check_onnx()
     names = tuple({axis: dim.__name__ for axis, dim in one.items()} for one in graph.dynamic_shapes or ())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about details of the conversion, which the comparison afterwards judges
@@ -60,6 +79,7 @@ def write_onnx(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> None:
             input_names=graph.input_names,
             output_names=graph.output_names,
             dynamic_shapes=names,
+            opset_version=_opset(graph),
             verbose=False,
             dynamo=True,
         )
@@ -70,26 +90,56 @@ def write_onnx(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> None:
     converted.save(path, external_data=False)
 
 
+def _opset(graph: Graph) -> int:
+    names = (str(node.target) for node in graph.program.graph.nodes)
+    return OPSET_WITH_ROI_ALIGN if any("roi_align" in name for name in names) else OPSET
+
+
 def write_pt2(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> None:
     """Write a program as ``torch.export.load`` reads it."""
     torch.export.save(graph.program, path, extra_files={METADATA_FILE: json.dumps(encode_metadata(metadata))})
 
 
-WRITERS: dict[str, Callable[[Graph, Path, Mapping[str, Any]], None]] = {".onnx": write_onnx, ".pt2": write_pt2}
+def write_openvino(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> None:
+    """Write a program as OpenVINO's ``.xml``, with its weights in a ``.bin`` file beside it."""
+    import openvino
+
+    with TemporaryDirectory() as folder:
+        onnx = Path(folder) / "model.onnx"
+        write_onnx(graph, onnx, metadata)
+        save_openvino(openvino.convert_model(onnx), path, metadata)
+
+
+def save_openvino(model: Any, path: Path, metadata: Mapping[str, Any]) -> None:
+    """Save a model of OpenVINO in float32, with metadata."""
+    import openvino
+
+    model.set_rt_info(json.dumps(encode_metadata(metadata)), OPENVINO_METADATA)
+    openvino.save_model(model, path, compress_to_fp16=False)
+
+
+WRITERS: dict[str, Callable[[Graph, Path, Mapping[str, Any]], None]] = {
+    ".onnx": write_onnx,
+    ".pt2": write_pt2,
+    ".xml": write_openvino,
+}
 """What writes a file, by the end of its name."""
 
 
-def check_onnx(packages: Sequence[str] = ONNX_PACKAGES) -> None:
-    """Refuse, unless the packages for ONNX are installed."""
-    missing = [name for name in packages if find_spec(name) is None]
+def check_packages(suffix: str, *, to_write: bool) -> None:
+    """Refuse, unless the packages for files of this suffix are installed."""
+    packages = PACKAGES.get(suffix, ())
+    missing = [name for name in (packages if to_write else packages[-1:]) if find_spec(name) is None]
     if missing:
+        name, extra = EXTRAS[suffix]
         raise ValueError(
-            f"ONNX needs {', '.join(missing)}; install with: pip install 'vision-longformer[export]', or use .pt2 files"
+            f"{name} needs {', '.join(missing)}; install with: pip install 'vision-longformer[{extra}]', or use .pt2 "
+            "files"
         )
 
 
 def file_metadata(model_type: str, config: Mapping[str, Any], *, dynamic: bool, **details: Any) -> dict[str, Any]:
-    """What a file says about itself: JSON values by name, the same in both formats.
+    """What a file says about itself: JSON values by name, the same in all formats.
 
     Every file has ``format``, ``version`` (of this package), ``kind`` (``model_type``: "classifier", "backbone" or
     "detector"), ``config`` (of the model), ``dynamic`` (whether it takes images of any size), ``alpha`` ("composite":
@@ -111,8 +161,14 @@ def encode_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 def decode_metadata(texts: Mapping[str, str], path: Path) -> dict[str, Any]:
     """The inverse of :func:`encode_metadata`; a file that was not written here is refused."""
-    if texts.get("format") != FORMAT:
+    written = texts.get("format", "")
+    if written.split("/")[0] != FORMAT.split("/")[0]:
         raise CheckpointError(f"{path} was not written by 'vil export', and does not say what its outputs mean")
+    if written != FORMAT:
+        raise CheckpointError(
+            f"{path} has the format {written}, of vision-longformer {texts.get('version', 'of an unknown version')}; "
+            f"this is {version('vision-longformer')}, which reads {FORMAT}: use that version, or export again with this"
+        )
     return {name: _decode(text) for name, text in texts.items()}
 
 

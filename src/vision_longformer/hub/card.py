@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..checkpoint.native import DETECTOR, Description
+from ..checkpoint.native import DETECTOR, HUB, Description
 from ..costs import count_parameters, paper_macs
+from ..data.split import Split
 from ..models.config import ModelConfig
 from ..models.timm_registry import data_config
-from ..models.zoo import MODELS
+from ..models.zoo import describe_model, model_changes, nearest_model
 from ..training.recipe import recipe_names, resolve, to_yaml
 from ..training.run_directory import ENVIRONMENT, RECIPE, RunDirectory
 from ..training.task import TrainingTask
@@ -58,7 +58,7 @@ def _header_results(name: str, task: str, run: RunFacts | None) -> dict[str, Any
         task_type=task,
         dataset_type=_dataset_name(run.data),
         dataset_name=run.data,
-        dataset_split=run.eval_split,
+        dataset_split=run.evaluated_on.removeprefix("split ").strip("`"),
         metric_type=metric,
         metric_name=key,
         metric_value=run.evaluation[key],
@@ -90,14 +90,14 @@ def _training(run: RunFacts) -> str:
         name, about = run.shipped
         shipped = f"Trained with recipe `{name}` (“{about}”, which is about the recipe and no result of this model). "
     return (
-        f"## Data and recipe\n\n{shipped}Trained on `{run.data}`, split `{run.train_split}`, with {packages}. "
+        f"## Data and recipe\n\n{shipped}Trained on `{run.data}`, {run.trained_on}, with {packages}. "
         f"What the recipe changes of the defaults:\n\n```yaml\n{run.recipe.rstrip()}\n```"
     )
 
 
 def _evaluation(run: RunFacts) -> list[str]:
     results = {name: f"{value:.4g}" for name, value in run.evaluation.items()}
-    return [f"## Results\n\nOn `{run.data}`, split `{run.eval_split}`:\n\n{_table(results)}"] if results else []
+    return [f"## Results\n\nOn `{run.data}`, {run.evaluated_on}:\n\n{_table(results)}"] if results else []
 
 
 # The model
@@ -128,9 +128,8 @@ def _classifier_facts(data: Mapping[str, Any], info: Mapping[str, Any]) -> Model
     config = ModelConfig.from_dict(data)
     plain = timm_config(config, info)
     prepared = plain["pretrained_cfg"]
-    changed = ", ".join(plain["model_args"])
     facts = {
-        "architecture": plain["architecture"] + (f", with its own {changed}" if changed else ""),
+        "architecture": describe_model(plain["architecture"], config),
         "parameters": f"{count_parameters(config).trainable / 1e6:.2f} M",
         f"multiply-accumulates of an image of {_by(config.img_size)}": f"{paper_macs(config).total / 1e6:,.1f} M",
         "input": f"{config.in_chans} × {_by(prepared['input_size'][1:])}",
@@ -162,7 +161,7 @@ def _detector_facts(data: Mapping[str, Any], info: Mapping[str, Any]) -> ModelFa
     name, results = {"retinanet": ("RetinaNet", "boxes"), "mask_rcnn": ("Mask R-CNN", "boxes and masks")}[config.kind]
     parameters = sum(parameter.numel() for parameter in build_detector(config).parameters())
     facts = {
-        "backbone": config.backbone,
+        "backbone": config.backbone_in_words,
         "parameters": f"{parameters / 1e6:.2f} M",
         "input": f"shorter side {config.min_sizes[-1]}, longer side at most {config.max_size}",
     }
@@ -203,26 +202,10 @@ def timm_config(config: ModelConfig, info: Mapping[str, Any]) -> dict[str, Any]:
         "architecture": name,
         "num_classes": config.num_classes,
         "num_features": config.stages[-1].dim,
-        "model_args": model_args(name, config),
+        "model_args": model_changes(name, config),  # timm has its own for classes
         **({} if classes is None else {"label_names": classes}),
         "pretrained_cfg": pretrained,
     }
-
-
-def nearest_model(config: ModelConfig) -> str:
-    """The named model that needs the fewest changes to become ``config``, in its stages first of all."""
-
-    def changes(name: str) -> tuple[int, int]:
-        pairs = zip_longest(MODELS[name].stages, config.stages)
-        return sum(named != own for named, own in pairs), len(model_args(name, config))
-
-    return min(MODELS, key=changes)
-
-
-def model_args(name: str, config: ModelConfig) -> dict[str, Any]:
-    """The fields in which ``config`` differs from a named model, as JSON data; timm has its own for classes."""
-    named = {**MODELS[name].to_dict(), "num_classes": config.num_classes}
-    return {field: value for field, value in config.to_dict().items() if value != named[field]}
 
 
 # The run
@@ -232,13 +215,14 @@ def model_args(name: str, config: ModelConfig) -> dict[str, Any]:
 class RunFacts:
     """What a run directory says about a checkpoint in it.
 
+    ``trained_on`` and ``evaluated_on`` are parts of the data in words: splits by their names, or what was held out.
     ``recipe`` is the YAML of what differs from the defaults; ``shipped`` the name of the shipped recipe that it is and
     what that is about, None if it is another; ``evaluation`` is empty if none is known to belong.
     """
 
     data: str
-    train_split: str
-    eval_split: str
+    trained_on: str
+    evaluated_on: str
     recipe: str
     shipped: tuple[str, str] | None
     packages: dict[str, str]
@@ -259,7 +243,15 @@ def run_facts(checkpoint: Path, format: str) -> RunFacts | None:
     )
     packages = json.loads((folder / ENVIRONMENT).read_text())["packages"]
     evaluation = _run_evaluation(RunDirectory(folder), checkpoint.stem, task.best_metric)
-    return RunFacts(data, recipe.train_split, recipe.eval_split, yaml, shipped, packages, evaluation)
+    return RunFacts(data, *_parts(recipe, Split.read(folder)), yaml, shipped, packages, evaluation)
+
+
+def _parts(recipe: Any, split: Split | None) -> tuple[str, str]:
+    """What a run was trained and evaluated on, in words."""
+    if split is None:
+        return f"split `{recipe.train_split}`", f"split `{recipe.eval_split}`"
+    share = len(split.evaluation) / (len(split.train) + len(split.evaluation))
+    return f"{1 - share:.0%} of the images", f"{share:.0%} of the images, held out"
 
 
 ABOUT_THE_PLACE = ("init", "workers", "checkpoint_minutes", "log_every")
@@ -292,7 +284,12 @@ def _task_type(format: str) -> type[TrainingTask]:
 
 def _public(path: str) -> str:
     """A path or a data set such as ``torch/cifar10:/data`` without the folders of this machine; other names as is."""
-    return Path(path).name if Path(path).is_absolute() else path.partition(":/")[0]
+    if path.startswith(("hfds/", HUB)):
+        return path
+    if path.startswith("torch/"):
+        return path.partition(":")[0]
+    kind = "wds/" if path.startswith("wds/") else ""
+    return kind + Path(path.removeprefix(kind)).name
 
 
 def _run_evaluation(run: RunDirectory, name: str, score: str) -> dict[str, float]:

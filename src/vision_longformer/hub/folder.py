@@ -18,6 +18,7 @@ from torch import nn
 
 from ..checkpoint import load, save
 from ..checkpoint.native import DETECTOR, HUB, WEIGHTS, describe, unreachable, weights_file
+from ..data.split import SPLIT_FILE
 from ..models.vision_longformer import VisionLongformer
 from .card import model_card, model_facts, run_facts
 
@@ -26,7 +27,8 @@ def save_pretrained(source: nn.Module | str | Path, folder: str | Path, *, licen
     """Write a model to a new folder that appears whole or not at all.
 
     ``source`` is a model of ours, or a checkpoint, whose classes and preprocessing go along; if it is the best or last
-    one of a run directory, the card describes the run, too. ``license`` is the hub's name of one, such as ``"mit"``.
+    one of a run directory, the card describes the run, too, and the names of the images that it held out go along.
+    ``license`` is the hub's name of one, such as ``"mit"``.
     """
     folder = Path(folder)
     with _new_folder(folder) as temporary:
@@ -37,6 +39,8 @@ def save_pretrained(source: nn.Module | str | Path, folder: str | Path, *, licen
         else:
             origin = weights_file(source)
             shutil.copyfile(origin, weights)
+            if (origin.parent / SPLIT_FILE).is_file():
+                shutil.copyfile(origin.parent / SPLIT_FILE, temporary / SPLIT_FILE)
         description = describe(weights)
         model, run = model_facts(description), run_facts(origin, description.format)
         (temporary / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
@@ -83,7 +87,8 @@ def push_to_hub(source: nn.Module | str | Path, repo_id: str, *, private: bool =
     """Upload a folder of :func:`save_pretrained`, or a model, to ``owner/name``; returns its address.
 
     A repository that holds a model already is left alone unless ``overwrite``; the hub keeps what was there before.
-    Who uploads is known from ``hf auth login`` or the variable HF_TOKEN.
+    The names of images in ``split.json`` are not uploaded. Who uploads is known from ``hf auth login`` or the variable
+    HF_TOKEN.
     """
     if isinstance(source, nn.Module):
         with TemporaryDirectory() as temporary:
@@ -106,5 +111,6 @@ def _upload(folder: Path, repo_id: str, private: bool, overwrite: bool) -> str:
     if not overwrite and api.file_exists(repo_id, WEIGHTS):
         raise FileExistsError(f"{repo_id} holds a model already; ask to overwrite it or give another name")
     address = api.create_repo(repo_id, private=private, exist_ok=True)
-    api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Upload a Vision Longformer")
+    message = "Upload a Vision Longformer"
+    api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message=message, ignore_patterns=SPLIT_FILE)
     return str(address)

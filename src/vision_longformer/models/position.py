@@ -62,9 +62,13 @@ class AbsolutePosition(nn.Module):
 
     def forward(self, grid: Grid) -> Tensor:
         """The embedding of every local token, (N, dim), resized if the map is another one."""
+        return self.of_rows(grid, 0, grid.height)
+
+    def of_rows(self, grid: Grid, start: int, stop: int) -> Tensor:
+        """The embedding of the tokens of some rows of a map, ((stop - start) × width, dim)."""
         rows, columns = resize_axis(self.rows, grid.height), resize_axis(self.columns, grid.width)
-        rows = rows[:, None].expand(-1, grid.width, -1)
-        columns = columns[None].expand(grid.height, -1, -1)
+        rows = rows[start:stop, None].expand(-1, grid.width, -1)
+        columns = columns[None].expand(stop - start, -1, -1)
         return torch.cat([rows, columns], -1).flatten(0, 1)
 
     def set_grid(self, grid: Grid) -> None:
@@ -85,6 +89,10 @@ class AbsolutePosition1d(nn.Module):
     def forward(self, grid: Grid) -> Tensor:
         """The embedding of every local token, (N, dim), resized if the map is another one."""
         return resize_map(self.table, self.grid, grid)
+
+    def of_rows(self, grid: Grid, start: int, stop: int) -> Tensor:
+        """The embedding of the tokens of some rows of a map, ((stop - start) × width, dim), cut out of the whole."""
+        return self(grid)[start * grid.width : stop * grid.width]
 
     def set_grid(self, grid: Grid) -> None:
         """Make the table for another map."""
@@ -116,9 +124,24 @@ class RelativeBias(nn.Module):
 
     def from_global(self, count: int, grid: Grid) -> Tensor:
         """Bias of ``count`` global queries for all tokens, global first, (heads, count, count + N)."""
-        to_local = self._per_token(self.global_to_local, count, 1)[..., None].expand(-1, -1, grid.tokens)
-        among = self._per_token(self._per_token(self.global_to_global, count, 1), count, 2)
+        to_local, among = self.to_local(count).expand(-1, -1, grid.tokens), self.among_global(count)
         return torch.cat([among * 1, to_local], -1)  # so that its gradient is no part of the whole one's: DDP warns
+
+    def of_global(self, count: int) -> Tensor | None:
+        """Bias of ``count`` global queries for as many global keys, and last for every local key,
+        (heads, count, count + 1).
+        """
+        if count == 0:
+            return None
+        return torch.cat([self.among_global(count) * 1, self.to_local(count) * 1], -1)  # as in :meth:`from_global`
+
+    def to_local(self, count: int) -> Tensor:
+        """Bias of ``count`` global queries for every local key, (heads, count, 1)."""
+        return self._per_token(self.global_to_local, count, 1)[..., None]
+
+    def among_global(self, count: int) -> Tensor:
+        """Bias of ``count`` global queries for as many global keys, (heads, count, count)."""
+        return self._per_token(self._per_token(self.global_to_global, count, 1), count, 2)
 
     def _per_token(self, entries: Tensor, count: int, axis: int) -> Tensor:
         """The entries of ``count`` tokens along ``axis``: each own token has its own, given tokens share the last."""

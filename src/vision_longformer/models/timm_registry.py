@@ -6,7 +6,9 @@ own modules is at its first line: at import, it needs nothing but timm and the z
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import timm
@@ -65,11 +67,23 @@ def checkpoint_filter_fn(state: dict[str, Tensor], model: VisionLongformer) -> d
     return {**adapt_state({**own, **others}, model)[0], **given}
 
 
+def _check_output_stride(name: str, wanted: int | None, patches: Sequence[int]) -> None:
+    """Decoders such as DeepLabV3's ask for maps that stay large, which dilated convolutions give."""
+    strides = list(accumulate(patches, mul))
+    if wanted not in (None, strides[-1]):
+        raise ValueError(
+            f"output_stride is {wanted}, but the stages of {name} have strides {', '.join(map(str, strides))}: there "
+            f"are no convolutions to dilate; leave it at {strides[-1]} and take a decoder that uses all maps, such as "
+            "Unet, FPN, UPerNet or Segformer"
+        )
+
+
 def _entry_point(name: str, config: ModelConfig) -> Callable[..., Any]:
     def create(pretrained: bool = False, **options: Any) -> Any:
         from .vision_longformer import VisionLongformer
 
-        stages = options.get("stages", config.stages)
+        stages = config.override(stages=options.get("stages", config.stages)).stages
+        _check_output_stride(name, options.pop("output_stride", None), [stage.patch for stage in stages])
         out_indices = options.pop("out_indices", tuple(range(len(stages))))
         return build_model_with_cfg(
             VisionLongformer,

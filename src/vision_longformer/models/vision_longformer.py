@@ -5,23 +5,36 @@ The stack is a classifier and a backbone, with timm's model protocol.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from timm.layers import DropPath, Mlp, trunc_normal_
 from timm.models._features import feature_take_indices
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import checkpoint
 
-from ..geometry import Grid
+from ..errors import check_choice
+from ..geometry import Grid, Strip
 from ..ops.chunks import pad_map, tokens_to_map
-from .attention import Attention, LongformerAttention, Neighbours, PerformerAttention, build_attention
+from ..ops.partial_softmax import PartInputs
+from .attention import (
+    Attention,
+    LongformerAttention,
+    Neighbours,
+    PerformerAttention,
+    Summary,
+    SummaryAttention,
+    build_attention,
+)
 from .config import ModelConfig, StageConfig, size_pair
 from .position import AbsolutePosition, AbsolutePosition1d, small_normal
 from .random_shift import RandomShift
+from .strips import run_by_strips
+
+fx.wrap("tokens_to_map")
 
 
 class PatchEmbed(nn.Module):
@@ -39,7 +52,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, image: Tensor) -> tuple[Tensor, Grid]:
         """(B, C, H, W) to tokens (B, N, dim) and their grid."""
-        height, width = image.shape[2:]
+        height, width = map(int, image.shape[2:]) if torch.jit.is_tracing() else image.shape[2:]
         grid = Grid(height, width).reduced(self.patch, pad=self.pad)
         if self.pad:
             image = pad_map(image, 2, grid.height * self.patch - height, grid.width * self.patch - width)
@@ -64,6 +77,68 @@ class Block(nn.Module):
         """(B, G + N, dim), global tokens first, to the same shape."""
         tokens = tokens + self.drop_path(self.drop(self.attn(self.norm1(tokens), grid, neighbours)))
         return tokens + self.drop_path(self.mlp(self.norm2(tokens)))
+
+    # In strips
+
+    def forward_strip(
+        self, tokens: Tensor, strip: Strip, neighbours: Neighbours, drop_paths: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, PartInputs | None]:
+        """A strip's own tokens (B, n, dim) after the block, from (B, G + ``strip.keys``, dim), and what the rows of the
+        global tokens need of the strip, if there are any.
+
+        ``drop_paths`` are those of :meth:`draw_drop_paths`.
+        """
+        attended, part = self._attention().forward_strip(self.norm1(tokens), strip, neighbours)
+        own = tokens[:, tokens.shape[1] - strip.keys :][:, strip.own]
+        return self._add_residuals(own, attended, drop_paths), part
+
+    def among_global(self, tokens: Tensor) -> PartInputs | None:
+        """What the rows of global tokens (B, G, dim) need of themselves, if there are any."""
+        return self._attention().among_global(self.norm1(tokens)) if tokens.shape[1] else None
+
+    def finish_global(self, tokens: Tensor, rows: Tensor, drop_paths: Sequence[Tensor] = ()) -> Tensor:
+        """Global tokens (B, G, dim) after the block, from the rows (B, G, heads, head_dim) that have seen all parts."""
+        return self._add_residuals(tokens, self._attention().merge_global(rows.to(tokens.dtype)), drop_paths)
+
+    def draw_drop_paths(self, tokens: Tensor) -> list[Tensor]:
+        """What the two residuals of each image are multiplied by, (B, 1, 1) each, drawn as in the forward pass; none
+        where nothing is dropped."""
+        if not self.training or isinstance(self.drop_path, nn.Identity):
+            return []
+        ones = tokens.new_ones(tokens.shape[0], 1, 1)
+        return [self.drop_path(ones), self.drop_path(ones)]
+
+    # In two passes, for attention to a summary of the map
+
+    def summarise(self, global_tokens: Tensor, parts: Iterable[Tensor], grid: Grid) -> Summary:
+        """What all tokens see of the map ``grid``, from the global tokens (B, G, dim) and the local ones in parts
+        (B, n, dim): whole rows, from top to bottom."""
+        return self._summary_attention().summarise(self.norm1(global_tokens), map(self.norm1, parts), grid)
+
+    def forward_local(self, tokens: Tensor, summary: Summary) -> Tensor:
+        """Some local tokens (B, n, dim) after the block."""
+        return self._add_residuals(tokens, self._summary_attention().attend_local(self.norm1(tokens), summary), ())
+
+    def forward_global(self, tokens: Tensor, summary: Summary) -> Tensor:
+        """The global tokens (B, G, dim) after the block."""
+        return self._add_residuals(tokens, self._summary_attention().attend_global(self.norm1(tokens), summary), ())
+
+    def _summary_attention(self) -> SummaryAttention:
+        assert isinstance(self.attn, SummaryAttention), "only attention to a summary of the map goes in two passes"
+        return self.attn
+
+    def _attention(self) -> LongformerAttention:
+        assert isinstance(self.attn, LongformerAttention), "only Longformer attention goes by strips"
+        return self.attn
+
+    def _add_residuals(self, tokens: Tensor, attended: Tensor, drop_paths: Sequence[Tensor]) -> Tensor:
+        """Some tokens after the block, from what attention made of them, all (B, n, dim)."""
+        if not drop_paths:
+            tokens = tokens + attended
+            return tokens + self.mlp(self.norm2(tokens))
+        attention, mlp = drop_paths
+        tokens = tokens + attention * attended
+        return tokens + mlp * self.mlp(self.norm2(tokens))
 
 
 class Stage(nn.Module):
@@ -108,7 +183,7 @@ class Stage(nn.Module):
         for rate in drop_path:
             attn = build_attention(config, grid, qkv_bias=qkv_bias, given=given_token_dim > 0, scale=qk_scale)
             self.blocks.append(Block(dim, attn, mlp_ratio=mlp_ratio, drop=drop, drop_path=rate))
-        self.grad_checkpointing = False
+        self.grad_checkpointing: bool | str = False
 
     def forward(
         self,
@@ -125,17 +200,27 @@ class Stage(nn.Module):
         local, grid = self.patch_embed(image)
         if self.position is not None:
             local = local + self.position(grid).to(local.dtype)
-        tokens = self.drop(torch.cat([*self._global_tokens(local, carried, given), local], 1))
+        tokens = self.drop(torch.cat([*self.first_global_tokens(local, carried, given), local], 1))
         for index, block in enumerate(self.blocks):
             seen = neighbours if isinstance(neighbours, str) else neighbours[index]
-            if self.grad_checkpointing and self.training:
-                tokens = checkpoint(block, tokens, grid, seen, use_reentrant=False)
-            else:
+            if not (self.grad_checkpointing and self.training and torch.is_grad_enabled()):
                 tokens = block(tokens, grid, seen)
+            elif self.grad_checkpointing == "strips" and isinstance(block.attn, LongformerAttention):
+                tokens = run_by_strips(cast(Block, block), tokens, grid, seen)
+            else:
+                tokens = checkpoint(block, tokens, grid, seen, use_reentrant=False)
         return tokens, grid
 
-    def _global_tokens(self, local: Tensor, carried: Tensor | None, given: Tensor | None) -> Iterator[Tensor]:
-        """Own or carried tokens, then given ones, each (B, n, dim)."""
+    def embed_rows(self, image: Tensor, grid: Grid, start: int) -> Tensor:
+        """The local tokens (B, n, dim) of the rows from ``start`` of the map ``grid``, from the part of the image
+        (B, C, H, W) that they cover."""
+        local, part = self.patch_embed(image)
+        if self.position is not None:
+            local = local + self.position.of_rows(grid, start, start + part.height).to(local.dtype)
+        return local
+
+    def first_global_tokens(self, local: Tensor, carried: Tensor | None, given: Tensor | None) -> Iterator[Tensor]:
+        """Own or carried tokens, then given ones, each (B, n, dim), in the type of ``local`` tokens."""
         own = None
         if self.carry is not None and carried is not None:
             own = self.carry(carried)
@@ -217,7 +302,8 @@ class VisionLongformer(nn.Module):
 
     def forward_features(self, x: Tensor, given_tokens: Tensor | None = None) -> Tensor:
         """The normalised tokens of the last stage, (B, G + N, dim), global tokens first."""
-        tokens, _ = self._run_stages(x, given_tokens, len(self.stages))[-1]
+        last = len(self.stages) - 1
+        tokens, _ = self._run_stages(x, given_tokens, {last})[last]
         return self.norm(tokens)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -243,7 +329,8 @@ class VisionLongformer(nn.Module):
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt is {output_fmt!r}; use 'NCHW' or 'NHWC'")
         take, last = feature_take_indices(len(self.stages), indices)
-        stages = self._run_stages(x, given_tokens, last + 1 if stop_early else len(self.stages))
+        last = last if stop_early else len(self.stages) - 1
+        stages = self._run_stages(x, given_tokens, {*take, last})
         maps = []
         for index in take:
             tokens, grid = stages[index]
@@ -253,17 +340,18 @@ class VisionLongformer(nn.Module):
             maps.append(image if output_fmt == "NHWC" else image.permute(0, 3, 1, 2))
         if intermediates_only:
             return maps
-        tokens, _ = stages[-1]
-        return (self.norm(tokens) if len(stages) == len(self.stages) else tokens), maps
+        tokens, _ = stages[last]
+        return (self.norm(tokens) if last == len(self.stages) - 1 else tokens), maps
 
-    def _run_stages(self, x: Tensor, given_tokens: Tensor | None, count: int) -> list[tuple[Tensor, Grid]]:
-        """Tokens and grid of each of the first ``count`` stages."""
+    def _run_stages(self, x: Tensor, given_tokens: Tensor | None, wanted: set[int]) -> dict[int, tuple[Tensor, Grid]]:
+        """Tokens and grid of the ``wanted`` stages; those after the last of them do not run."""
         self._check_input(x, given_tokens)
         neighbours = self._neighbours()
-        results, carried = [], None
-        for index, stage in enumerate(self.stages[:count]):
+        results, carried = {}, None
+        for index, stage in enumerate(self.stages[: max(wanted) + 1]):
             tokens, grid = stage(x, neighbours[index], carried, given_tokens)
-            results.append((tokens, grid))
+            if index in wanted:
+                results[index] = tokens, grid
             if self.config.carry_global_tokens:
                 carried = tokens[:, : self.config.stages[index].global_tokens]
             x = tokens_to_map(tokens[:, tokens.shape[1] - grid.tokens :], grid)
@@ -277,6 +365,8 @@ class VisionLongformer(nn.Module):
         return self.random_shift.draw(sum(self._depths)).split(self._depths)
 
     def _check_input(self, x: Tensor, given_tokens: Tensor | None) -> None:
+        if isinstance(x, fx.Proxy):  # torch.fx traces without values
+            return
         if x.dim() != 4 or x.shape[1] != self.config.in_chans:
             raise ValueError(f"input is {tuple(x.shape)}; it must be (batch, {self.config.in_chans}, height, width)")
         if given_tokens is None:
@@ -316,8 +406,19 @@ class VisionLongformer(nn.Module):
             cast(Stage, stage).set_grid(grid)
 
     @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in backward instead of keeping what is inside it."""
+    def set_grad_checkpointing(self, enable: bool | str = True) -> None:
+        """Recompute each block in backward instead of keeping what is inside it.
+
+        With ``"strips"`` blocks of Longformer attention are recomputed strip by strip, so that no more than a part of
+        the map is inside a block at a time, either.
+        """
+        if isinstance(enable, str):
+            check_choice("gradient checkpointing", enable, ("strips",))
+        if enable == "strips" and self.config.drop_rate:
+            raise ValueError(
+                f"drop_rate is {self.config.drop_rate}, and strips cannot draw the same dropout twice; set it to 0 (a "
+                "drop_path_rate is fine), or use grad_checkpointing without strips"
+            )
         for stage in self.stages:
             cast(Stage, stage).grad_checkpointing = enable
 

@@ -9,6 +9,9 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+from typing import Any
+
 from ..errors import check_choice, unknown_name
 from . import config as cfg
 from .config import ModelConfig, StageConfig
@@ -168,3 +171,40 @@ def model_config(name: str) -> ModelConfig:
     if name not in MODELS:
         raise unknown_name("model", name, MODELS)
     return MODELS[name]
+
+
+# Models without a name, by those that have one
+
+
+def nearest_model(config: ModelConfig) -> str:
+    """The named model that needs the fewest changes to become ``config``, in its stages first of all."""
+
+    def changes(name: str) -> tuple[int, int]:
+        pairs = zip_longest(MODELS[name].stages, config.stages)
+        return sum(named != own for named, own in pairs), len(model_changes(name, config))
+
+    return min(MODELS, key=changes)
+
+
+def model_changes(name: str, config: ModelConfig) -> dict[str, Any]:
+    """The fields in which ``config`` differs from a named model, as JSON data, but for the number of classes."""
+    named = {**MODELS[name].to_dict(), "num_classes": config.num_classes}
+    return {field: value for field, value in config.to_dict().items() if value != named[field]}
+
+
+SET_BY_RUNS = ("img_size", "drop_path_rate", "neighbours")
+"""Fields that make no other model."""
+
+
+def model_options(name: str, config: ModelConfig) -> dict[str, Any]:
+    """The changes of a named model that make another one of it."""
+    return {field: value for field, value in model_changes(name, config).items() if field not in SET_BY_RUNS}
+
+
+def describe_model(name: str, config: ModelConfig) -> str:
+    """``vision_longformer_tiny, changed: stages (blocks 1, 1, 2, 1; channels 48, 96, 192, 384)``."""
+    changes = dict.fromkeys(model_options(name, config), "")
+    if "stages" in changes:
+        depths, dims = (", ".join(str(getattr(stage, key)) for stage in config.stages) for key in ("depth", "dim"))
+        changes["stages"] = f" (blocks {depths}; channels {dims})"
+    return name + (", changed: " if changes else "") + ", ".join(field + more for field, more in changes.items())

@@ -49,9 +49,13 @@ def present_blocks(chunks: Grid, rule: str) -> list[int]:
     return [index for index, (row, column) in enumerate(BLOCKS) if row in rows and column in columns]
 
 
-def covers_map(grid: Grid, window: int) -> bool:
-    """Whether the nine blocks of every chunk hold the whole map, so that rule ``chunk`` is full attention."""
-    return all(statically_known_true(count <= 2) for count in grid.chunks(window))
+def covers_map(grid: Grid, window: int, halo: tuple[int, int] = (0, 0)) -> bool:
+    """Whether the nine blocks of every chunk hold the whole map, so that rule ``chunk`` is full attention.
+
+    ``halo`` are rows of keys above and below the map, of another chunk row each.
+    """
+    rows, columns = grid.chunks(window)
+    return all(statically_known_true(count <= 2) for count in (*(rows + (side > 0) for side in halo), columns))
 
 
 class ChunkTables(NamedTuple):
@@ -107,12 +111,14 @@ class AxisWindow(NamedTuple):
     block: Tensor
 
 
-def axis_window(length: int, window: int, dilation: int, device: torch.device) -> AxisWindow:
-    """Keys ``-w..w`` steps of ``dilation`` away from each query of one axis."""
+def axis_window(
+    length: int, window: int, dilation: int, device: torch.device, halo: tuple[int, int] = (0, 0)
+) -> AxisWindow:
+    """Keys ``-w..w`` steps of ``dilation`` away from each query of one axis; ``halo``: keys before and after it."""
     query = torch.arange(length, device=device)[:, None]
     key = query + window_steps(window, device) * dilation
     block = torch.div(key, window, rounding_mode="floor") - torch.div(query, window, rounding_mode="floor")
-    return AxisWindow((key >= 0) & (key < length), block)
+    return AxisWindow((key >= -halo[0]) & (key < length + halo[1]), block)
 
 
 def window_steps(window: int, device: torch.device) -> Tensor:
@@ -130,10 +136,9 @@ def block_offsets(window: int, device: torch.device) -> Tensor:
     return inner[None, :, None] - block[:, None, None] - inner
 
 
-def map_offsets(length: int, device: torch.device) -> Tensor:
-    """Offsets query − key along one axis of a whole map, (length, length)."""
-    positions = torch.arange(length, device=device)
-    return positions[:, None] - positions
+def map_offsets(length: int, device: torch.device, halo: tuple[int, int] = (0, 0)) -> Tensor:
+    """Offsets query − key along one axis of a whole map, (length, keys); ``halo``: keys before and after it."""
+    return torch.arange(length, device=device)[:, None] - torch.arange(-halo[0], length + halo[1], device=device)
 
 
 def table_lookup(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -149,7 +154,10 @@ def table_lookup(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return entries.view(-1, *rows.shape, *columns.shape)
 
 
-def map_bias(table: Tensor, grid: Grid) -> Tensor:
-    """Relative bias of all pairs of tokens of a map, (heads, N, N), from a table (heads, R, C)."""
-    rows, columns = map_offsets(grid.height, table.device), map_offsets(grid.width, table.device)
-    return table_lookup(table, rows, columns).transpose(2, 3).reshape(-1, grid.tokens, grid.tokens)
+def map_bias(table: Tensor, grid: Grid, halo: tuple[int, int] = (0, 0)) -> Tensor:
+    """Relative bias of all pairs of tokens of a map, (heads, N, N), from a table (heads, R, C).
+
+    ``halo`` are rows of more keys above and below the map.
+    """
+    rows, columns = map_offsets(grid.height, table.device, halo), map_offsets(grid.width, table.device)
+    return table_lookup(table, rows, columns).transpose(2, 3).flatten(3, 4).flatten(1, 2)

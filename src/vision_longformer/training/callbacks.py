@@ -169,6 +169,12 @@ def curves(records: Sequence[dict[str, Any]], results: Sequence[str]) -> Figure:
     return figure
 
 
+def counted(count: float, noun: str) -> str:
+    """``1 step``, ``2,000 steps``."""
+    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    return f"{number} {noun}{'' if count == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """As people say it: 48 s, 3 min 20 s, 5 h 12 min, 3 days 4 h."""
     seconds = round(seconds)

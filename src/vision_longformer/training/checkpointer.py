@@ -1,14 +1,18 @@
 """Checkpoints of a run: everything to resume from in one file, the same however the model is distributed.
 
+One process writes what all have; any number of processes reads it. The latest two are kept, should one be damaged.
+
 Randomness has no state (see :mod:`~vision_longformer.data.randomness`), so weights, optimiser and counters are all
 there is.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 from accelerate import Accelerator
@@ -21,10 +25,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_line
 from ..files import atomic_write
 from .ema import WeightAverage
 from .recipe import TrainSettings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -48,8 +54,15 @@ class Counters:
         return self.step >= total or (settings.patience is not None and self.stale >= settings.patience)
 
 
+KEPT = 2
+"""Checkpoints in a run directory."""
+
+DAMAGED = "damaged.pt"
+"""The name that a damaged checkpoint is given, out of the way."""
+
+
 class Checkpointer:
-    """Writes and reads the checkpoints of a run in ``folder``, which keeps the latest one only.
+    """Writes and reads the checkpoints of a run in ``folder``, which keeps the latest two.
 
     All processes call :meth:`save` and :meth:`restore`; the main process writes.
     """
@@ -68,16 +81,33 @@ class Checkpointer:
     def latest(self) -> Path | None:
         return latest_checkpoint(self._folder)
 
+    def latest_intact(self) -> Path | None:
+        """The newest checkpoint that is not damaged; None if there is none at all. Main process only.
+
+        A newer one that is damaged is renamed, so that it is not taken for the latest again.
+        """
+        damages: dict[Path, str] = {}
+        for path in sorted(self._folder.glob("step_*.pt"), reverse=True):
+            damage = _damage(path)
+            if damage is None:
+                for other, what in damages.items():
+                    logger.warning("%s is damaged (%s): falling back to %s", other, what, path.name)
+                    other.replace(self._folder / DAMAGED)
+                return path
+            damages[path] = damage
+        if damages:
+            raise CheckpointError(f"no checkpoint in {self._folder} is intact; the run cannot be resumed")
+        return None
+
     def save(self, counters: Counters) -> None:
-        """Write the checkpoint of a step; when it is safe on the disk, remove those before it."""
+        """Write the checkpoint of a step; when it is safe on the disk, remove all but it and the one before it."""
         state = self._state(counters)
         if self._accelerator.is_main_process:
             path = self._folder / f"step_{counters.step:09d}.pt"
-            with atomic_write(path, overwrite=True) as temporary:
-                torch.save(state, temporary)
-            for old in self._folder.glob("step_*.pt"):
-                if old.name < path.name:
-                    old.unlink()
+            with atomic_write(path, overwrite=True) as temporary, temporary.open("wb") as file:
+                torch.save(state, file)
+            for old in sorted(self._folder.glob("step_*.pt"))[:-KEPT]:
+                old.unlink()
         self._accelerator.wait_for_everyone()
 
     def restore(self, path: Path) -> Counters:
@@ -104,6 +134,16 @@ class Checkpointer:
             "scaler": None if scaler is None else scaler.state_dict(),
             "counters": asdict(counters),
         }
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint's file; None if every byte is as it was written, which torch does not check."""
+    try:
+        with ZipFile(path) as archive:
+            broken = archive.testzip()
+    except Exception as error:  # damaged files raise nearly anything
+        return first_line(error)
+    return None if broken is None else f"the checksum of {broken} is wrong"
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -23,7 +23,8 @@ REPEATED_BELOW = 2.0
 
 
 class Trial(NamedTuple):
-    """What an image takes in training: time of forward and backward, and of reading; activations kept in between."""
+    """What an image takes in training: time of forward and backward, and of reading; activations that a process keeps
+    in between."""
 
     seconds: float
     activation_bytes: float
@@ -93,8 +94,8 @@ def scale_up(
         data=data,
         epochs=steps / per_epoch,
         steps=steps,
-        images=ceil_div(settings.batch_size, settings.accumulate * processes),
-        trial=trial,
+        images=ceil_div(settings.batch_size * settings.spatial, settings.accumulate * processes),
+        trial=trial._replace(activation_bytes=trial.activation_bytes / settings.spatial),
         seconds=(steps * settings.batch_size * training + evaluations * eval_images * evaluating) / processes,
         fixed_bytes=weights * (2 + moments + (settings.ema is not None)),
         rates=[(mark / per_epoch, learning_rate(settings, mark, steps, warmup)) for mark in marks],

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import errno
 import math
+import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -24,11 +26,12 @@ from torch import Tensor, nn
 from ..data.randomness import derive_seed
 from ..models import VisionLongformer
 from ..models.attention import PerformerAttention
-from .callbacks import Callback
+from .callbacks import Callback, duration
 from .checkpointer import Checkpointer, Counters
-from .distributed import agree, broadcast_from_main, distribute, mean_over_processes, without_sync
+from .distributed import agree, broadcast_from_main, distribute, mean_over_processes, replica, together, without_sync
 from .ema import WeightAverage
 from .optimizer import learning_rate
+from .process_log import describe_silent
 from .recipe import TrainSettings
 from .run_directory import RunDirectory
 from .task import TrainingError, TrainingTask
@@ -65,6 +68,7 @@ class TrainingLoop:
     ) -> None:
         self.task, self.settings, self.run, self.accelerator = task, settings, run, accelerator
         self.schedule, self.callback = schedule, callback
+        self.batching = settings.batching(replica(accelerator, settings))
         self.steps_per_epoch = task.batches_per_epoch // settings.accumulate
         self.total = total_steps(settings, task.batches_per_epoch)
         self.warmup = settings.count_warmup(self.steps_per_epoch)
@@ -80,9 +84,9 @@ class TrainingLoop:
 
     def train(self) -> tuple[Results, Results]:
         """Run to the end, or until a signal, and return the evaluations of the best and of the last model."""
-        self._restore()
-        self.callback.on_start(self.counters.step, self.total, self.steps_per_epoch)
-        with GracefulExit() as graceful_exit:
+        with GracefulExit() as graceful_exit, self._explaining_errors():
+            self._restore()
+            self.callback.on_start(self.counters.step, self.total, self.steps_per_epoch)
             try:
                 if self._evaluation_is_due():  # a run that was stopped between a step and its evaluation
                     self._evaluate()
@@ -93,19 +97,22 @@ class TrainingLoop:
                         self._evaluate()
                     self._save()
                 return self.run.evaluation(self.counters.best_step), self.run.evaluation(self.counters.evaluated)
-            except (OSError, RuntimeError) as error:
-                explained = self._as_training_error(error)
-                if explained is error:
-                    raise
-                raise explained from error
             finally:
                 self.callback.on_end()
 
     def _restore(self) -> None:
-        """Load the latest checkpoint, if any, and drop metrics of what is repeated."""
-        path = broadcast_from_main(self.accelerator, self.checkpointer.latest())
+        """Load the latest checkpoint that is intact, if any, and drop metrics of what is repeated."""
+        main = self.accelerator.is_main_process
+        path = broadcast_from_main(
+            self.accelerator, together(lambda: self.checkpointer.latest_intact() if main else None)
+        )
         if path is not None:
             self.counters = self.checkpointer.restore(path)
+            if self.counters.step < self.settings.phase_start:
+                raise TrainingError(
+                    f"the run was given more epochs after step {self.settings.phase_start}, and no checkpoint since "
+                    f"then is intact; {path} is from before"
+                )
             self._sums = {name: torch.tensor(value) for name, value in self.counters.sums.items()}
             self._logged_at, self._logged_step = time.monotonic(), self.counters.step
             if self.counters.step == self.settings.phase_start:
@@ -131,7 +138,6 @@ class TrainingLoop:
     def _step(self, epoch: int, step_of_epoch: int, batches: Iterator[Any]) -> None:
         """One optimiser step, on the next ``accumulate`` of ``batches``."""
         settings, step = self.settings, self.counters.step
-        torch.manual_seed(derive_seed(settings.seed, "step", step, self.accelerator.process_index))
         self.schedule.before_step(step, epoch, step_of_epoch)
         start = settings.phase_start
         lr = learning_rate(settings, step - start, self.total - start, self.warmup)
@@ -158,13 +164,16 @@ class TrainingLoop:
         return left == 0 or (done % every == 0 and left >= every // 2)
 
     def _backward(self, batch: Any, micro_batch_index: int, *, last: bool) -> None:
+        """Add the gradient of a micro-batch, weighted by its share of the samples."""
+        torch.manual_seed(derive_seed(self.settings.seed, "step", *self.batching.part(micro_batch_index)))
+        weight = self.batching.weight(micro_batch_index)
         with nullcontext() if last else without_sync(self.accelerator, self.model):
             with self.accelerator.autocast():
                 loss, values = self.task.loss(self.model, batch, micro_batch_index)
-            self.accelerator.backward(loss / self.settings.accumulate)
+            self.accelerator.backward(weight * loss / self.settings.accumulate)
         for name, value in {"loss": loss, **values}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value.detach().float()
-        self._sums["parts"] = self._sums.get("parts", torch.zeros(())) + 1
+            self._sums[name] = self._sums.get(name, 0.0) + weight * value.detach().float()
+        self._sums["parts"] = self._sums.get("parts", torch.zeros(())) + weight
 
     # Logs, evaluations, checkpoints
 
@@ -242,21 +251,60 @@ class TrainingLoop:
 
     # Errors
 
-    def _as_training_error(self, error: OSError | RuntimeError) -> Exception:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    @contextmanager
+    def _explaining_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            explained = self._as_training_error(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _as_training_error(self, error: Exception) -> Exception:
+        resume = f"--resume {self.run.path}" if self.checkpointer.latest() else ""
+        if _is_full_disk(error):
             return TrainingError(
-                f"the disk is full; {self._checkpoint_note()}: free some space, then --resume {self.run.path}"
+                f"the disk is full; {self._checkpoint_note()}: free some space, then {resume or 'start again'}"
             )
         if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
             return TrainingError(
                 f"a data-loading process died (often because memory ran out); {self._checkpoint_note()}: "
-                f"--resume {self.run.path}, or start again with fewer workers"
+                f"{resume + ', or ' if resume else ''}start again with fewer workers"
+            )
+        if self.accelerator.num_processes > 1 and isinstance(error, RuntimeError) and LOST.search(str(error)):
+            return TrainingError(
+                f"{self._lost_process(str(error))}; {self._checkpoint_note()}: {resume or 'start again'}"
             )
         return error
+
+    def _lost_process(self, error: str) -> str:
+        """What happened to the other processes, as far as one of them can know."""
+        waited = duration(60 * self.settings.timeout_minutes)
+        count, rank = self.accelerator.num_processes, self.accelerator.process_index
+        if TIMED_OUT.search(error):
+            silent = describe_silent(self.run.logs, count, 60 * self.settings.timeout_minutes)
+            return f"process {rank} waited {waited} for the others after step {self.counters.step}: {silent}"
+        return f"another process of {count} ended after step {self.counters.step}, which process {rank} noticed"
 
     def _checkpoint_note(self) -> str:
         path = self.checkpointer.latest()
         return "there is no checkpoint yet" if path is None else f"the checkpoint {path} is intact"
+
+
+TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
+LOST = re.compile(f"{TIMED_OUT.pattern}|gloo|nccl|connection|socket|broken pipe", re.IGNORECASE)
+"""What torch's errors say when another process does not answer, or is gone."""
+
+
+def _is_full_disk(error: BaseException | None) -> bool:
+    """Whether that is the reason of an error, or of one that it hides, as those of torch.save and safetensors do."""
+    while error is not None:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or os.strerror(errno.ENOSPC) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:

@@ -14,12 +14,16 @@ from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from ..errors import check_at_least, check_choice, check_fraction, unknown_name
-from ..models.config import NEIGHBOURS
+from ..models.config import NEIGHBOURS, ModelConfig
+from ..models.zoo import model_options, nearest_model
+
+if TYPE_CHECKING:
+    from ..data.order import Batching, Process
 
 OPTIMIZERS = ("adamw", "sgd", "release_adamw", "release_qhm")
 SCHEDULES = ("cosine", "linear", "multistep", "constant", "release_cosine")
@@ -44,8 +48,9 @@ class TrainSettings:
         accumulate: parts into which a process splits its share of the batch, to save memory.
         precision: fp32, bf16 or fp16.
         compile: compile the model with torch.compile.
-        grad_checkpointing: recompute blocks in backward, to save memory.
+        grad_checkpointing: recompute blocks in backward, to save memory; strips: strip by strip, to save more.
         strategy: over several processes, ddp, or fsdp (FSDP2) to shard parameters.
+        spatial: processes that share each image, for images too large for one; their number divides that of all.
         optimizer: adamw, sgd; release_adamw and release_qhm step as the authors' release does.
         lr: peak learning rate.
         lr_batch: the batch size that lr is stated for; it is scaled to batch_size. None: not scaled.
@@ -62,6 +67,7 @@ class TrainSettings:
         milestones: for multistep, the fractions of the run at which the rate falls to a tenth.
         ema: decay of an exponential moving average of the weights, which is then evaluated and saved; None for none.
         workers: data-loading processes.
+        timeout_minutes: over several processes, how long one may wait for another before the run ends.
         checkpoint_minutes: time between checkpoints; there is one after each epoch as well.
         log_every: steps between lines of metrics.
         eval_every: epochs between evaluations.
@@ -77,8 +83,9 @@ class TrainSettings:
     accumulate: int = 1
     precision: str = "fp32"
     compile: bool = False
-    grad_checkpointing: bool = False
+    grad_checkpointing: bool | Literal["strips"] = False
     strategy: str = "ddp"
+    spatial: int = 1
     optimizer: str = "adamw"
     lr: float = 1e-3
     lr_batch: int | None = None
@@ -95,6 +102,7 @@ class TrainSettings:
     milestones: tuple[float, ...] = ()
     ema: float | None = None
     workers: int = 2
+    timeout_minutes: float = 30.0
     checkpoint_minutes: float = 10.0
     log_every: int = 50
     eval_every: int = 1
@@ -102,7 +110,7 @@ class TrainSettings:
     phase_start: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulate", "log_every", "eval_every"):
+        for name in ("epochs", "batch_size", "accumulate", "spatial", "log_every", "eval_every"):
             check_at_least(name, getattr(self, name), 1)
         for name in ("seed", "workers", "phase_start"):
             check_at_least(name, getattr(self, name), 0)
@@ -117,6 +125,12 @@ class TrainSettings:
             ("strategy", STRATEGIES),
         ):
             check_choice(name, getattr(self, name), choices)
+        if self.grad_checkpointing not in (True, False, "strips"):
+            raise ValueError(f"grad_checkpointing is {self.grad_checkpointing!r}; it must be true or false or strips")
+        if self.grad_checkpointing == "strips" and self.strategy == "fsdp":
+            raise ValueError("grad_checkpointing strips needs whole parameters; use strategy ddp with it, not fsdp")
+        if self.spatial > 1 and self.compile:
+            raise ValueError("spatial shares images between processes, which cannot be compiled; leave out compile")
         if self.lr <= 0:
             raise ValueError(f"lr is {self.lr}; it must be positive")
         if self.clip_norm is not None and self.clip_norm <= 0:
@@ -124,12 +138,25 @@ class TrainSettings:
         for name in ("weight_decay", "warmup", "min_lr", "checkpoint_minutes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.timeout_minutes <= 0:
+            raise ValueError(f"timeout_minutes is {self.timeout_minutes}; it must be positive")
         if self.ema is not None and not 0 <= self.ema < 1:
             raise ValueError(f"ema is {self.ema}; it must be at least 0 and below 1, such as 0.9999")
         if list(self.milestones) != sorted(self.milestones) or not all(0 < at < 1 for at in self.milestones):
             raise ValueError(f"milestones are {self.milestones}; give rising fractions of the run, as [0.66, 0.88]")
         if self.schedule == "multistep" and not self.milestones:
             raise ValueError("schedule multistep needs milestones, as [0.66, 0.88]; without them the rate never falls")
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Images of a micro-batch are a multiple of this."""
+        return 1
+
+    def batching(self, process: Process) -> Batching:
+        """How a process takes part in every batch."""
+        from ..data.order import Batching  # which imports torch
+
+        return Batching(self.batch_size, self.accumulate, process, self.micro_batch_multiple)
 
     def count_warmup(self, steps_per_epoch: int) -> int:
         """Steps of warm-up."""
@@ -153,7 +180,7 @@ class BackboneSettings(TrainSettings):
         shift_until: with random, the fraction of the run after which all neighbours are seen.
         eval_fraction: hold out this part of the training images for evaluation; None: only where the data has no
             evaluation split, 0.15 of them.
-        auto: derive settings that are not given from the data and the machine, as own_images does.
+        auto: derive settings that are not given from the data and the machine, as for data of your own.
     """
 
     task: ClassVar[str]
@@ -185,6 +212,13 @@ class BackboneSettings(TrainSettings):
         check_choice("neighbours", self.neighbours, NEIGHBOURS)
         for name in ("drop_path", "shift_until"):
             check_fraction(name, getattr(self, name))
+
+
+def named_model(config: ModelConfig) -> dict[str, Any]:
+    """``model`` and ``model_options`` that make a configuration, but for what other settings decide."""
+    name = nearest_model(config)
+    options = model_options(name, config)
+    return {"model": name, "model_options": options} if options else {"model": name}
 
 
 R = TypeVar("R", bound=BackboneSettings)
@@ -262,6 +296,8 @@ def _delta(recipe_type: type[BackboneSettings], name_or_path: str) -> dict[str, 
         return dict(recipe_type.generated[name_or_path])
     names = recipe_names(recipe_type)
     if name_or_path not in names:
+        if Path(name_or_path).exists():
+            raise ValueError(f"{name_or_path} is no recipe; did you mean --data {name_or_path}?")
         raise unknown_name("recipe", name_or_path, names)
     return _parse(name_or_path, _read(SHIPPED / recipe_type.task / f"{name_or_path}.yaml"))
 
@@ -369,7 +405,7 @@ def as_type(value: Any, expected: Any) -> Any:
     A pair of integers may be written as 96x128. TypeError if it is something else.
     """
     origin, options = get_origin(expected), get_args(expected)
-    if origin is UnionType:
+    if origin in (Union, UnionType) and (value is not None or type(None) in options):
         return None if value is None else _as_any(value, _not_none(options))
     if expected == tuple[int, int] and re.fullmatch(r"\d+x\d+", str(value)):
         return tuple(map(int, value.split("x")))
@@ -380,7 +416,7 @@ def as_type(value: Any, expected: Any) -> Any:
     elif expected is float:
         if type(value) in (int, float) and math.isfinite(value):
             return float(value)
-    elif type(value) is (origin or expected):
+    elif type(value) is (origin or expected) or (origin is Literal and value in options):
         return value
     raise TypeError(f"{value!r} is not {in_words(expected)}")
 
@@ -396,8 +432,11 @@ def _as_any(value: Any, options: Sequence[Any]) -> Any:
 def in_words(expected: Any) -> str:
     """What a type asks for, as a sentence would say it."""
     origin, options = get_origin(expected), get_args(expected)
-    if origin is UnionType:
-        return f"{' or '.join(map(in_words, _not_none(options)))}, or null"
+    if origin in (Union, UnionType):
+        choices = " or ".join(map(in_words, _not_none(options)))
+        return f"{choices}, or null" if type(None) in options else choices
+    if origin is Literal:
+        return " or ".join(options)
     if origin is tuple:
         return "a list of numbers" if options[-1] is ... else f"a list of {len(options)} numbers"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "keys with values"}

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..data.loading import Progress
 from .recipe import BackboneSettings
@@ -32,6 +34,8 @@ class TrainingTask(ABC):
 
     model: nn.Module
     batches_per_epoch: int
+    eval_group: ProcessGroup | None = None
+    """The processes among which evaluation images are shared out; None for all."""
 
     @abstractmethod
     def __init__(self, recipe: Any, accelerator: Accelerator, run: Path | None) -> None:
@@ -49,6 +53,10 @@ class TrainingTask(ABC):
     def summary(self) -> dict[str, str]:
         """What is about to be trained, and on what, for people to look at before the first step."""
         return {}
+
+    def divide_images(self, mesh: DeviceMesh) -> None:
+        """Let the processes along the dimension ``spatial`` of a mesh share each image."""
+        raise ValueError(f"{self.recipe_type.task} cannot divide images over processes; leave out spatial")
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[Any]:

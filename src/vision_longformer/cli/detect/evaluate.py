@@ -31,7 +31,8 @@ def detect_evaluate(
     Under torchrun, the processes share the images; each image is counted once.
 
     Args:
-        checkpoint: a run directory, a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
+        checkpoint: a run directory, a .safetensors file of a detector, a folder or hub name of 'vil hub', or a file
+            from 'vil export'.
         data: a folder in COCO's format, or the built-in garments (a synthetic composition of real images); by default
             what the checkpoint's run was evaluated on.
         split: name of the split; the run's by default, with the images that it held out, else validation.
@@ -81,13 +82,16 @@ def _print_result(result: DetectionResult, per_category: bool) -> None:
     print_table("", (f"{result.images} images, %", *result.boxes.overall), rows)
     if result.skipped:
         print_line(f"{result.skipped} images could not be read and were skipped")
+    missing = [name for name, (boxes, _) in result.per_category.items() if isnan(boxes)]
+    if missing:
+        print_line(f"not in the evaluation images: {', '.join(missing)}")
     if per_category:
         table = [(name, *(_number(ap) for ap in aps if ap is not None)) for name, aps in result.per_category.items()]
         print_table("", ("category", "box AP", *(["mask AP"] if result.masks else [])), table)
 
 
 def _number(percent: float) -> str:
-    return "" if isnan(percent) else f"{percent:.1f}"
+    return "–" if isnan(percent) else f"{percent:.1f}"
 
 
 def _plain(result: DetectionResult, per_category: bool) -> dict[str, Any]:

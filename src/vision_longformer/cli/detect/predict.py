@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..output import print_json, print_line, print_table
+from ..output import log_lines, print_json, print_line, print_table, progress_bar
 from ..predict import picture_paths
 
 if TYPE_CHECKING:
@@ -20,20 +20,38 @@ def detect_predict(
     threshold: float = 0.5,
     output: str | None = None,
     tile: int | None = None,
+    scale: float | None = None,
+    detections: int | None = None,
+    proposals: int | None = None,
+    memory: str | None = None,
+    storage: str | None = None,
+    level: int = 0,
+    allow_large: bool = False,
     data: str | None = None,
     overwrite: bool = False,
     json: bool = False,
 ) -> None:
     """Detect objects in images: print categories, scores and boxes, and draw pictures of them.
 
-    With --tile, objects that the border of a tile cuts are merged from the pieces in neighbouring tiles.
+    An image that would not fit the memory is streamed, to the same detections. With --tile, objects that the border of
+    a tile cuts are merged from the pieces in neighbouring tiles.
 
     Args:
-        checkpoint: a run directory, a .safetensors file of a detector, or a .onnx or .pt2 file exported from one.
-        images: image files of any format and size, or folders of them.
+        checkpoint: a run directory, a .safetensors file of a detector, a folder or hub name of 'vil hub', or a file
+            from 'vil export'.
+        images: image files of any format and size, or folders of them, with the folders inside; and what 'vil encode'
+            takes: large TIFF, zarr and .npy files.
         threshold: lowest score of an object.
         output: a folder to write each image to as NAME.png, with boxes, masks, names and scores.
         tile: side in pixels of the overlapping tiles in which to look at large images; whole images by default.
+        scale: the factor by which images are resized, 1 for not at all; to the size of the training by default.
+        detections: the most objects that are found in an image; as in training by default.
+        proposals: the most places that Mask R-CNN looks at, or candidates of a level of RetinaNet; as in training by
+            default.
+        memory: what may be used beside the model and a decoded photo; what is free by default.
+        storage: a folder for the tokens of a streamed image, instead of memory; a run that was killed is resumed.
+        level: of a pyramid; 0 is the largest image.
+        allow_large: decode a JPEG or PNG of any size; refused above 179 megapixels by default.
         data: the data set in COCO's format that the images are of, for its image ids in the JSON; they are counted
             from 1 by default.
         overwrite: replace pictures that exist.
@@ -41,32 +59,39 @@ def detect_predict(
     """
     import torch
 
-    from ...data.images import image_files
     from ...detection.detections import coco_result
     from ...detection.export import open_detector
     from ...detection.pictures import draw_detections, save_image
-    from ...detection.predict import predict
+    from ...detection.predict import input_files, predict
 
-    files = image_files(images)
+    with log_lines():
+        files = input_files(images)
     ids = _image_ids(files, data)
     pictures = [None] * len(files) if output is None else picture_paths(files, Path(output), overwrite)
-    detector = open_detector(checkpoint)
+    asked = {"scale": scale, "detections": detections, "proposals": proposals}
+    detector = open_detector(checkpoint, **{name: value for name, value in asked.items() if value is not None})
     model = detector.model.to("cuda" if torch.cuda.is_available() else "cpu")
     names = [category.name for category in detector.categories]
-    predictions = predict(model, files, threshold=threshold, tile=tile)
+    options: dict[str, Any] = {"memory": memory, "storage": storage, "level": level, "allow_large": allow_large}
     results: list[dict[str, Any]] = []
-    for number, prediction, path in zip(ids, predictions, pictures, strict=True):
-        image = prediction.image
+    for number, file, path in zip(ids, files, pictures, strict=True):
+        with log_lines(), progress_bar(f"detecting in {file.name}") as bar:
+            one_file = predict(model, [file], threshold=threshold, tile=tile, progress=bar or _silent, **options)
+            (prediction,) = one_file
         if path is not None:
-            save_image(draw_detections(image, prediction.detections, names), path, overwrite=overwrite)
+            save_image(draw_detections(*prediction.picture(), names), path, overwrite=overwrite)
         if json:
             for one in prediction.detections:
-                result = coco_result(one, number, detector.categories, (image.height, image.width))
+                result = coco_result(one, number, detector.categories, prediction.size)
                 results.append({"file": prediction.file, "category": names[one.label - 1], **result})
         else:
             _print_objects(prediction, names, path, threshold)
     if json:
         print_json(results)
+
+
+def _silent(done: int, total: int) -> None:
+    """In place of a bar."""
 
 
 def _image_ids(files: Sequence[Path], data: str | None) -> list[int]:

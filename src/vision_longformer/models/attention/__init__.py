@@ -6,7 +6,7 @@ from typing import Any
 
 from ...geometry import Grid
 from .. import config as cfg
-from .base import Attention, Neighbours
+from .base import Attention, Neighbours, Summary, SummaryAttention
 from .full import FullAttention
 from .global_memory import GlobalMemoryAttention
 from .linformer import LinformerAttention
@@ -23,6 +23,8 @@ __all__ = [
     "Neighbours",
     "PerformerAttention",
     "SpatialReductionAttention",
+    "Summary",
+    "SummaryAttention",
     "build_attention",
 ]
 

@@ -1,7 +1,8 @@
-"""What the mechanisms share: projections to heads and back, and softmax attention between heads."""
+"""What the mechanisms share: projections to heads and back."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -33,15 +34,28 @@ class Attention(nn.Module):
 
     def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of all tokens, each (B, tokens, heads, head_dim)."""
-        q, k, v = self._split(self.qkv(tokens), 3)
+        q, k, v = self.project_packed(tokens).unbind(2)
         return q, k, v
+
+    def project_packed(self, tokens: Tensor) -> Tensor:
+        """Queries, keys and values of all tokens as one tensor, (B, tokens, 3, heads, head_dim)."""
+        return self.qkv(tokens).unflatten(2, (3, self.heads, -1))
 
     def project_apart(self, qkv: nn.Linear, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of some tokens (B, n, dim), keys and values of others (B, m, dim), by their parts of ``qkv``."""
+        return self.project_queries(qkv, queries), *self.project_keys_values(qkv, keys)
+
+    def project_queries(self, qkv: nn.Linear, queries: Tensor) -> Tensor:
+        """Queries of tokens (B, n, dim) by their part of ``qkv``."""
         dim, bias = qkv.in_features, qkv.bias
         (q,) = self._split(F.linear(queries, qkv.weight[:dim], None if bias is None else bias[:dim]), 1)
+        return q
+
+    def project_keys_values(self, qkv: nn.Linear, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens (B, n, dim) by their part of ``qkv``."""
+        dim, bias = qkv.in_features, qkv.bias
         k, v = self._split(F.linear(keys, qkv.weight[dim:], None if bias is None else bias[dim:]), 2)
-        return q, k, v
+        return k, v
 
     def _split(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
         """(B, tokens, parts·dim) to ``parts`` views of (B, tokens, heads, head_dim)."""
@@ -55,11 +69,26 @@ class Attention(nn.Module):
         """Fit parameters that are made for one map to another. Most mechanisms have none."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """Softmax attention in the layout (B, tokens, heads, head_dim); ``mask`` (heads, queries, keys) is added."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = None if mask is None else mask.to(q.dtype)[None]
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).transpose(1, 2)
+Summary: TypeAlias = tuple[Tensor, ...]
+"""What tokens see of a whole map, in the form of each mechanism."""
+
+
+class SummaryAttention(Attention):
+    """Base of mechanisms in which local tokens see few keys, made of the whole map, and so can be computed in two
+    passes over it: one makes the summary, the other attends to it."""
+
+    def summarise(self, global_tokens: Tensor, parts: Iterable[Tensor], grid: Grid) -> Summary:
+        """Of the global tokens (B, G, dim) and the local ones of a map, which come in parts (B, n, dim): whole rows,
+        from top to bottom."""
+        raise NotImplementedError
+
+    def attend_local(self, tokens: Tensor, summary: Summary) -> Tensor:
+        """What attention makes of some local tokens, (B, n, dim) to the same shape."""
+        raise NotImplementedError
+
+    def attend_global(self, tokens: Tensor, summary: Summary) -> Tensor:
+        """What attention makes of the global tokens, by default as of local ones."""
+        return self.attend_local(tokens, summary)
 
 
 def merge_rows(global_rows: Tensor, local_rows: Tensor, proj: nn.Linear, proj_global: nn.Linear | None) -> Tensor:

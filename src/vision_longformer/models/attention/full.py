@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ...geometry import Grid
+from ...ops.longformer import attend
 from ...ops.tables import map_bias
 from ..position import RelativeBias
-from .base import Attention, Neighbours, attend
+from .base import Attention, Neighbours
 
 
 class FullAttention(Attention):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...geometry import Grid
+from ...ops.longformer import attend
 from ..config import Linformer
-from .base import Attention, Neighbours, attend
+from .base import Neighbours, Summary, SummaryAttention
 
 
-class LinformerAttention(Attention):
+class LinformerAttention(SummaryAttention):
     """All tokens attend to ``features`` mixtures of the tokens; the mixing is trained for one number of tokens.
 
     On another map, keys and values are first resized to the trained map, which the paper names as possible and leaves
@@ -39,14 +42,41 @@ class LinformerAttention(Attention):
         return nn.Parameter(torch.empty(self.global_tokens + self.grid.tokens, features).uniform_(-bound, bound))
 
     def forward(self, tokens: Tensor, grid: Grid, neighbours: Neighbours = "all") -> Tensor:
-        if tokens.shape[1] != self.global_tokens + grid.tokens:
-            raise ValueError(
-                f"linformer was made for {self.global_tokens} global tokens, not {tokens.shape[1] - grid.tokens}"
-            )
+        self._check_global_tokens(tokens.shape[1] - grid.tokens)
         q, k, v = self.project(tokens)
+        return self.merge(attend(q, *self._mix_both(k, v, grid), self.scale))
+
+    def summarise(self, global_tokens: Tensor, parts: Iterable[Tensor], grid: Grid) -> Summary:
+        """Mixed keys and values. The resize to the trained map is linear: each part adds its share to the result."""
+        self._check_global_tokens(global_tokens.shape[1])
+        dtype = torch.promote_types(global_tokens.dtype, torch.float32)
+        of_rows, of_columns = (
+            resize_projection(torch.eye(own, dtype=dtype, device=global_tokens.device), Grid(own, 1), Grid(given, 1))
+            for own, given in zip(self.grid, grid, strict=True)
+        )
+        start, sums = 0, [global_tokens.new_zeros(1, dtype=dtype)] * 2
+        for part in parts:
+            stop = start + part.shape[1] // grid.width
+            for index, local in enumerate(self.project_keys_values(self.qkv, part)):
+                rows = local.unflatten(1, (stop - start, grid.width)).to(dtype)
+                narrow = torch.einsum("brchd,cw->brwhd", rows, of_columns)
+                sums[index] = sums[index] + torch.einsum("brwhd,rt->btwhd", narrow, of_rows[start:stop])
+            start = stop
+        both = zip(self.project_keys_values(self.qkv, global_tokens), sums, strict=True)
+        k, v = (torch.cat([of_global, local.flatten(1, 2).to(of_global.dtype)], 1) for of_global, local in both)
+        return self._mix_both(k, v, self.grid)
+
+    def attend_local(self, tokens: Tensor, summary: Summary) -> Tensor:
+        k, v = summary
+        return self.merge(attend(self.project_queries(self.qkv, tokens), k, v, self.scale))
+
+    def _check_global_tokens(self, count: int) -> None:
+        if count != self.global_tokens:
+            raise ValueError(f"linformer was made for {self.global_tokens} global tokens, not {count}")
+
+    def _mix_both(self, k: Tensor, v: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         values = self.project_keys if self.project_values is None else self.project_values
-        k, v = self._mix(k, self.project_keys, grid), self._mix(v, values, grid)
-        return self.merge(attend(q, k, v, self.scale))
+        return self._mix(k, self.project_keys, grid), self._mix(v, values, grid)
 
     def _mix(self, tokens: Tensor, projection: Tensor, grid: Grid) -> Tensor:
         """(B, tokens, heads, head_dim) to (B, features, heads, head_dim)."""

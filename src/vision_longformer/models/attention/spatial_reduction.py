@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...geometry import Grid
 from ...ops.chunks import pad_map, tokens_to_map
-from .base import Attention, Neighbours, attend
+from ...ops.longformer import attend
+from .base import Neighbours, Summary, SummaryAttention
 
 
-class SpatialReductionAttention(Attention):
+class SpatialReductionAttention(SummaryAttention):
     """All tokens attend to the global tokens and to a map reduced ``ratio``-fold by a strided convolution.
 
     The reduced map is normalised per image and channel over its positions. A map smaller than the ratio is padded to
@@ -24,15 +27,32 @@ class SpatialReductionAttention(Attention):
 
     def forward(self, tokens: Tensor, grid: Grid, neighbours: Neighbours = "all") -> Tensor:
         count = tokens.shape[1] - grid.tokens
-        reduced = torch.cat([tokens[:, :count], self._reduced(tokens[:, count:], grid)], 1)
-        q, k, v = self.project_apart(self.qkv, tokens, reduced)
-        return self.merge(attend(q, k, v, self.scale))
+        reduced = self._normalised(self._reduced(tokens[:, count:], grid))
+        return self.attend_local(tokens, self._keys(tokens[:, :count], reduced))
+
+    def summarise(self, global_tokens: Tensor, parts: Iterable[Tensor], grid: Grid) -> Summary:
+        """Keys and values. Each part but the last must have a multiple of ``ratio`` rows."""
+        grids = ((part, Grid(part.shape[1] // grid.width, grid.width)) for part in parts)
+        least = min(self.reduce.stride[0], grid.height)  # the convolution leaves out rows that do not fill its kernel
+        reduced = [self._reduced(part, rows) for part, rows in grids if rows.height >= least]
+        return self._keys(global_tokens, self._normalised(torch.cat(reduced, 2)))
+
+    def attend_local(self, tokens: Tensor, summary: Summary) -> Tensor:
+        k, v = summary
+        return self.merge(attend(self.project_queries(self.qkv, tokens), k, v, self.scale))
+
+    def _keys(self, global_tokens: Tensor, reduced: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = torch.cat([global_tokens, reduced.flatten(2).transpose(1, 2).to(global_tokens.dtype)], 1)
+        return self.project_keys_values(self.qkv, tokens)
 
     def _reduced(self, local: Tensor, grid: Grid) -> Tensor:
         image = tokens_to_map(local, grid)
         ratio = self.reduce.stride[0]
         image = pad_map(image, 2, max(0, ratio - grid.height), max(0, ratio - grid.width))
-        image = self.reduce(image)
+        return self.reduce(image)
+
+    @staticmethod
+    def _normalised(image: Tensor) -> Tensor:
         if image.shape[2] * image.shape[3] > 1:
             image = F.instance_norm(image)
-        return image.flatten(2).transpose(1, 2).to(local.dtype)
+        return image

@@ -13,17 +13,18 @@ from torch import Tensor
 
 from ...geometry import SELF_BLOCK
 from ..chunks import contiguous_copy, from_chunks, to_chunks
-from ..spec import Implementation, Inputs, LocalSpec, refuse_dilation
+from ..operator import arithmetic_dtype
+from ..spec import Implementation, Inputs, LocalSpec, refuse_dilation, refuse_halo
 from ..tables import block_offsets, chunk_tables, neighbour_block, present_blocks, table_lookup
 
 
 def _refusal(spec: LocalSpec, q: Tensor) -> str | None:
-    return refuse_dilation(spec)
+    return refuse_dilation(spec) or refuse_halo(spec)
 
 
 def _attend(inputs: Inputs, spec: LocalSpec) -> Tensor:
     q, k, v, bias, global_bias, neighbour = inputs
-    global_tokens = inputs.global_tokens
+    global_tokens = inputs.global_tokens(spec)
     blocks = _selected_blocks(spec, neighbour, q.device)
     source, invalid = _block_sources(spec, blocks)
     out = _SlidingChunk.apply(
@@ -53,7 +54,7 @@ class _SlidingChunk(torch.autograd.Function):
         global_bias: Tensor | None, source: Tensor, invalid: Tensor,
     ) -> Tensor:  # fmt: skip
         global_tokens, size = global_k.shape[3], k.shape[3]
-        scores = q.new_empty(*q.shape[:4], global_tokens + len(source) * size)
+        scores = q.new_empty(*q.shape[:4], global_tokens + len(source) * size, dtype=arithmetic_dtype(q))
         scores[..., :global_tokens] = q @ global_k.transpose(-1, -2)
         local = scores[..., global_tokens:]
         for block, keys in zip(local.split(size, -1), source, strict=True):
@@ -63,7 +64,7 @@ class _SlidingChunk(torch.autograd.Function):
         if global_bias is not None:
             scores[..., :global_tokens] += global_bias[:, None, None]
         local.masked_fill_(invalid, float("-inf"))
-        weights = torch.softmax(scores, -1)
+        weights = torch.softmax(scores, -1).to(q.dtype)
         out = weights[..., :global_tokens] @ global_v
         for block, keys in zip(weights[..., global_tokens:].split(size, -1), source, strict=True):
             out += block @ v.index_select(2, keys)
@@ -79,7 +80,7 @@ class _SlidingChunk(torch.autograd.Function):
         grad_out = grads[0]
         global_tokens, size = global_k.shape[3], k.shape[3]
         delta = (grad_out * out).sum(-1, keepdim=True)
-        grad_scores = torch.empty_like(weights)
+        grad_scores = torch.empty_like(weights, dtype=arithmetic_dtype(q))
         grad_scores[..., :global_tokens] = grad_out @ global_v.transpose(-1, -2)
         grad_global_v = (weights[..., :global_tokens].transpose(-1, -2) @ grad_out).sum(2, keepdim=True)
         grad_v = torch.zeros_like(v)
@@ -88,24 +89,25 @@ class _SlidingChunk(torch.autograd.Function):
             grad_block.copy_(grad_out @ v.index_select(2, keys).transpose(-1, -2))
             grad_v.index_add_(2, keys, block.transpose(-1, -2) @ grad_out)
         grad_scores.sub_(delta).mul_(weights)
-        grad_q = grad_scores[..., :global_tokens] @ global_k
-        grad_global_k = (grad_scores[..., :global_tokens].transpose(-1, -2) @ q).sum(2, keepdim=True)
-        grad_k = torch.zeros_like(k)
-        for grad_block, keys in zip(grad_scores[..., global_tokens:].split(size, -1), source, strict=True):
-            grad_q += grad_block @ k.index_select(2, keys)
-            grad_k.index_add_(2, keys, grad_block.transpose(-1, -2) @ q)
         grad_bias = grad_global_bias = None
         if ctx.needs_input_grad[5]:
             heads = (0, 2) if ctx.bias_heads > 1 else (0, 1, 2)
             grad_bias = grad_scores[..., global_tokens:].sum(heads).view(ctx.bias_heads, *grad_scores.shape[3:4], -1)
         if ctx.needs_input_grad[6]:
             grad_global_bias = grad_scores[..., :global_tokens].sum((0, 2, 3))
+        grad_scores = grad_scores.to(q.dtype)
+        grad_q = grad_scores[..., :global_tokens] @ global_k
+        grad_global_k = (grad_scores[..., :global_tokens].transpose(-1, -2) @ q).sum(2, keepdim=True)
+        grad_k = torch.zeros_like(k)
+        for grad_block, keys in zip(grad_scores[..., global_tokens:].split(size, -1), source, strict=True):
+            grad_q += grad_block @ k.index_select(2, keys)
+            grad_k.index_add_(2, keys, grad_block.transpose(-1, -2) @ q)
         return grad_q, grad_k, grad_v, grad_global_k, grad_global_v, grad_bias, grad_global_bias, None, None
 
 
 def _attend_autograd(inputs: Inputs, spec: LocalSpec) -> Tensor:
     q, k, v, bias, global_bias, neighbour = inputs
-    global_tokens = inputs.global_tokens
+    global_tokens = inputs.global_tokens(spec)
     blocks = _selected_blocks(spec, neighbour, q.device)
     source, invalid = _block_sources(spec, blocks)
     queries = to_chunks(q * spec.scale, spec)
@@ -117,7 +119,7 @@ def _attend_autograd(inputs: Inputs, spec: LocalSpec) -> Tensor:
     to_global = _to_all(queries, k[:, :global_tokens].permute(0, 2, 3, 1))
     if global_bias is not None:
         to_global = to_global + global_bias[:, None, None]
-    weights = torch.cat([to_global, scores], -1).softmax(-1)
+    weights = torch.cat([to_global, scores], -1).softmax(-1).to(v.dtype)
     out = weights[..., global_tokens:] @ _gather(v[:, global_tokens:], source, spec)
     out = out + _to_all(weights[..., :global_tokens], v[:, :global_tokens].transpose(1, 2))
     return from_chunks(out, spec)

@@ -6,17 +6,20 @@ does not depend on their number, so results are the same to the bit for any of i
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...geometry import NEIGHBOURS, RULES
 from ..operator import Gradients, arithmetic_dtype, empty_results, register
 from ..spec import NEIGHBOUR_MODES, Implementation, Inputs, LocalSpec, refuse_dilation
-from .library import DATA_TYPES, GRADIENTS, Problem, load
+from .library import DATA_TYPES, GRADIENTS, NO_OPENMP, Library, Problem, load
 
 
 def _refusal(spec: LocalSpec, q: Tensor) -> str | None:
     if UNAVAILABLE is not None:
         return UNAVAILABLE
+    if not THREADED and torch.get_num_threads() > 1:
+        return NO_OPENMP
     if q.device.type not in ("cpu", "meta"):  # of meta tensors only the shapes are computed
         return f"the kernel runs on the CPU, but the tensors are on {q.device.type!r}"
     if q.dtype not in DATA_TYPES:
@@ -24,13 +27,12 @@ def _refusal(spec: LocalSpec, q: Tensor) -> str | None:
     return refuse_dilation(spec)
 
 
-def _why_unavailable() -> str | None:
-    library = load()
-    return library if isinstance(library, str) else None
+_LOADED = load()
+UNAVAILABLE = _LOADED if isinstance(_LOADED, str) else None
+"""Why the kernel cannot be used, None if it can: a constant to compiled graphs, as is the next."""
 
-
-UNAVAILABLE = _why_unavailable()
-"""Why the kernel cannot be used, None if it can: a constant to compiled graphs."""
+THREADED = isinstance(_LOADED, Library) and _LOADED.threaded
+"""Whether the kernel runs in torch's threads."""
 
 
 def _forward(inputs: Inputs, spec: LocalSpec) -> tuple[Tensor, Tensor]:
@@ -83,8 +85,9 @@ def _problem(inputs: Inputs, spec: LocalSpec) -> Problem:
         if not 1 <= number <= 8:
             raise ValueError(f"neighbour is {number}; it must be 1..8")
         row, column = NEIGHBOURS[number - 1]
+    band = (0, 0, 0) if spec.halo is None else (1, *spec.halo)
     problem = Problem(
-        batch, heads, dim, *spec.grid, spec.window, inputs.global_tokens, RULES.index(spec.rule),
+        batch, heads, dim, *spec.grid, spec.window, inputs.global_tokens(spec), *band, RULES.index(spec.rule),
         NEIGHBOUR_MODES.index(spec.neighbour_mode), row, column, DATA_TYPES[q.dtype], 1, spec.scale,
     )  # fmt: skip
     dtype = arithmetic_dtype(q)
@@ -103,16 +106,18 @@ def _check(inputs: Inputs, spec: LocalSpec) -> None:
     q, k, v, bias, global_bias, _ = inputs
     (height, width), window = spec.grid, spec.window
     fits = q.dim() == 4 and k.dim() == 4 and height >= 1 and width >= 1 and window >= 1
+    fits = fits and all(0 <= rows <= window for rows in spec.halo or ())
     if fits:
         batch, tokens, heads, dim = q.shape
-        global_tokens, side = inputs.global_tokens, 4 * window - 1
+        global_tokens, side = inputs.global_tokens(spec), 4 * window - 1
         fits = tokens == spec.grid.tokens and global_tokens >= 0
-        fits = fits and k.shape == v.shape == (batch, global_tokens + tokens, heads, dim)
+        fits = fits and k.shape == v.shape == (batch, global_tokens + spec.key_grid.tokens, heads, dim)
         fits = fits and (bias is None or bias.shape == (heads, side, side))
         fits = fits and (global_bias is None or global_bias.shape == (heads, global_tokens))
     if not fits or not q.dtype == k.dtype == v.dtype or q.dtype not in DATA_TYPES:
         given = [None if x is None else (tuple(x.shape), x.dtype) for x in (q, k, v, bias, global_bias)]
-        raise ValueError(f"q, k, v, bias and global_bias do not fit a {height}×{width} map, window {window}: {given}")
+        shape = f"{height}×{width} map, window {window}, halo {spec.halo}"
+        raise ValueError(f"q, k, v, bias and global_bias do not fit a {shape}: {given}")
 
 
 FUSED_CPU = Implementation(_refusal, register("fused_cpu", _forward, _backward, device_types="cpu"))

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..spec import Implementation, Inputs, LocalSpec, refuse_dilation_per_head
+from ..spec import Implementation, Inputs, LocalSpec, refuse_dilation_per_head, refuse_halo
 from ..tables import axis_window, in_chosen_block, table_lookup, window_steps
+
+
+def _refusal_copied(spec: LocalSpec, q: Tensor) -> str | None:
+    return _refusal(spec, q) or refuse_halo(spec)
 
 
 def _refusal(spec: LocalSpec, q: Tensor) -> str | None:
@@ -22,7 +26,7 @@ def _refusal(spec: LocalSpec, q: Tensor) -> str | None:
 
 def _attend_copied(inputs: Inputs, spec: LocalSpec) -> Tensor:
     q, k, v, *_ = inputs
-    global_tokens = inputs.global_tokens
+    global_tokens = inputs.global_tokens(spec)
     weights = _weights(inputs, torch.einsum("bnhd,bhdkn->bhnk", q, _copied_windows(k[:, global_tokens:], spec)), spec)
     windows = _copied_windows(v[:, global_tokens:], spec)
     out = torch.einsum("bhnk,bhdkn->bnhd", weights[..., global_tokens:], windows)
@@ -40,7 +44,7 @@ def _copied_windows(tokens: Tensor, spec: LocalSpec) -> Tensor:
 
 def _attend_viewed(inputs: Inputs, spec: LocalSpec) -> Tensor:
     q, k, v, *_ = inputs
-    global_tokens, size = inputs.global_tokens, 2 * spec.window + 1
+    global_tokens, size = inputs.global_tokens(spec), 2 * spec.window + 1
     image = q.unflatten(1, tuple(spec.grid))
     products = torch.einsum("bxyhd,bxyhdij->bhxyij", image, _viewed_windows(k[:, global_tokens:], spec))
     weights = _weights(inputs, products.flatten(4, 5).flatten(2, 3), spec)
@@ -51,10 +55,11 @@ def _attend_viewed(inputs: Inputs, spec: LocalSpec) -> Tensor:
 
 
 def _viewed_windows(tokens: Tensor, spec: LocalSpec) -> Tensor:
-    """(B, N, heads, dim) to a view (B, height, width, heads, dim, 2w+1, 2w+1)."""
-    dilation = spec.common_dilation
+    """(B, K, heads, dim) to a view (B, height, width, heads, dim, 2w+1, 2w+1)."""
+    dilation, (above, below) = spec.common_dilation, spec.halo or (0, 0)
     reach = spec.window * dilation
-    image = F.pad(tokens.unflatten(1, tuple(spec.grid)), (0, 0, 0, 0, reach, reach, reach, reach))
+    image = tokens.unflatten(1, tuple(spec.key_grid))
+    image = F.pad(image, (0, 0, 0, 0, reach, reach, reach - above, reach - below))
     spans = image.unfold(1, 2 * reach + 1, 1).unfold(2, 2 * reach + 1, 1)
     return spans[..., ::dilation, ::dilation]
 
@@ -63,19 +68,21 @@ def _weights(inputs: Inputs, to_window: Tensor, spec: LocalSpec) -> Tensor:
     """Softmax weights (B, heads, N, G + (2w+1)²), from the products of queries with the keys of their windows."""
     q, k, _, bias, global_bias, neighbour = inputs
     to_window = to_window * spec.scale
-    to_global = torch.einsum("bnhd,bkhd->bhnk", q, k[:, : inputs.global_tokens]) * spec.scale
+    to_global = torch.einsum("bnhd,bkhd->bhnk", q, k[:, : inputs.global_tokens(spec)]) * spec.scale
     if global_bias is not None:
         to_global = to_global + global_bias[:, None]
     if bias is not None:
         offsets = -window_steps(spec.window, q.device)  # in steps of the dilation
         to_window = to_window + table_lookup(bias, offsets, offsets).flatten(1)[:, None]
     seen = _seen(spec, neighbour, q.device)
-    return torch.cat([to_global, to_window.masked_fill(~seen, float("-inf"))], -1).softmax(-1)
+    return torch.cat([to_global, to_window.masked_fill(~seen, float("-inf"))], -1).softmax(-1).to(q.dtype)
 
 
 def _seen(spec: LocalSpec, neighbour: Tensor | None, device: torch.device) -> Tensor:
     """Which keys of its window each token sees, boolean (N, (2w+1)²)."""
-    rows, columns = (axis_window(length, spec.window, spec.common_dilation, device) for length in spec.grid)
+    steps = spec.window, spec.common_dilation, device
+    rows = axis_window(spec.grid.height, *steps, spec.halo or (0, 0))
+    columns = axis_window(spec.grid.width, *steps)
     seen = rows.inside[:, None, :, None] & columns.inside[None, :, None, :]
     if spec.neighbour_mode != "all":
         seen = seen & in_chosen_block(rows.block[:, None, :, None], columns.block[None, :, None, :], neighbour)
@@ -87,5 +94,5 @@ def _from_global(weights: Tensor, v: Tensor, global_tokens: int) -> Tensor:
     return torch.einsum("bhnk,bkhd->bnhd", weights[..., :global_tokens], v[:, :global_tokens])
 
 
-UNFOLD_NN = Implementation(_refusal, _attend_copied)
+UNFOLD_NN = Implementation(_refusal_copied, _attend_copied)
 UNFOLD_TENSOR = Implementation(_refusal, _attend_viewed)

@@ -104,7 +104,7 @@ class _Maps:
     def __init__(self, inputs: Inputs, spec: LocalSpec) -> None:
         q, k, v, bias, global_bias, neighbour = inputs
         like = q.new_empty(0, dtype=arithmetic_dtype(q))
-        global_tokens, self.heads = inputs.global_tokens, q.shape[2]
+        global_tokens, self.heads = inputs.global_tokens(spec), q.shape[2]
         self.queries = q.unflatten(1, tuple(spec.grid))
         self.keys, self.values = (key_map(x[:, global_tokens:], spec) for x in (k, v))
         self.global_keys, self.global_values = (x[:, :global_tokens].to(like.dtype) for x in (k, v))
@@ -128,7 +128,7 @@ class _GradientMaps:
 
     def __init__(self, inputs: Inputs, maps: _Maps, spec: LocalSpec) -> None:
         q, k = inputs.q, inputs.k
-        self.global_tokens, self.spec = inputs.global_tokens, spec
+        self.global_tokens, self.spec = inputs.global_tokens(spec), spec
         self.q = q.new_empty(q.shape)
         self.k, self.v = (k.new_zeros(k.shape, dtype=maps.table.dtype) for _ in range(2))
         self.queries = self.q.unflatten(1, tuple(spec.grid))

@@ -150,18 +150,19 @@ def map_classes(spec: LocalSpec, neighbour: Tensor | None) -> list[RowClass]:
     if neighbour is not None:
         row, column = NEIGHBOURS[int(neighbour) - 1]
         reach = (((0, 0), (row, row)), ((0, 0), (column, column)))
-    rows, columns = (
-        _axis_classes(length, spec.window, spec.rule, pieces) for length, pieces in zip(spec.grid, reach, strict=True)
-    )
+    rows = _axis_classes(spec.grid.height, spec.window, spec.rule, reach[0], spec.halo)
+    columns = _axis_classes(spec.grid.width, spec.window, spec.rule, reach[1], None)
     return [RowClass(row, tuple(ChunkClass(row, column, spec) for column in columns)) for row in rows]
 
 
 @lru_cache(maxsize=256)
-def _axis_classes(length: int, window: int, rule: str, pieces: tuple[tuple[int, int], ...]) -> tuple[AxisClass, ...]:
+def _axis_classes(
+    length: int, window: int, rule: str, pieces: tuple[tuple[int, int], ...], halo: tuple[int, int] | None
+) -> tuple[AxisClass, ...]:
     classes: list[AxisClass] = []
     for chunk in range(ceil_div(length, window)):
         start = chunk * window
-        keys = tuple(_key_range(chunk, first, last, length, window, rule) for first, last in pieces)
+        keys = tuple(_key_range(chunk, first, last, length, window, rule, halo) for first, last in pieces)
         size = min(window, length - start)
         if classes and _continues(classes[-1], size, keys, window):
             classes[-1] = classes[-1]._replace(chunks=classes[-1].chunks + 1)
@@ -175,42 +176,67 @@ def _continues(before: AxisClass, size: int, keys: tuple[KeyRange, ...], window:
     return size == before.length and keys == tuple(key._replace(start=key.start + shift) for key in before.keys)
 
 
-def _key_range(chunk: int, first: int, last: int, length: int, window: int, rule: str) -> KeyRange:
+def _key_range(
+    chunk: int, first: int, last: int, length: int, window: int, rule: str, halo: tuple[int, int] | None
+) -> KeyRange:
     """Keys of blocks ``first..last`` of a chunk; the key axis of cyclic rules has one more chunk at both ends."""
     low, high = (chunk + first) * window, (chunk + last + 1) * window
     if not is_cyclic(rule):
-        low, high = max(0, low), min(length, high)
-        return KeyRange(low, low - chunk * window, (True,) * (high - low))
-    total = ceil_div(length, window) * window
-    wrapped_counts = rule == "cyclic_release"
-    counts = tuple(
-        position % total < length or (wrapped_counts and not 0 <= position < total) for position in range(low, high)
-    )
+        above, below = halo or (0, 0)
+        low, high = max(-above, low), min(length + below, high)
+        return KeyRange(low + above, low - chunk * window, (True,) * (high - low))
+    counts = tuple(_wrapped_counts(position, length, window, rule, halo) for position in range(low, high))
     return KeyRange(low + window, low - chunk * window, counts)
 
 
+def _wrapped_counts(position: int, length: int, window: int, rule: str, halo: tuple[int, int] | None) -> bool:
+    """Whether a key of a cyclic rule counts, at an unwrapped position of the axis."""
+    total = ceil_div(length, window) * window
+    if halo is not None:
+        above, below = halo
+        return 0 <= position < length or -window <= position < above - window or total <= position < total + below
+    return position % total < length or (rule == "cyclic_release" and not 0 <= position < total)
+
+
 def key_map(tokens: Tensor, spec: LocalSpec) -> Tensor:
-    """Local keys (B, N, heads, dim) as the map the ranges refer to: itself, or padded and wrapped for cyclic rules."""
-    image = tokens.unflatten(1, tuple(spec.grid))
+    """Local keys (B, K, heads, dim) as the map the ranges refer to: itself, or padded and wrapped for cyclic rules."""
+    image, window = tokens.unflatten(1, tuple(spec.key_grid)), spec.window
     if not is_cyclic(spec.rule):
         return image
-    window = spec.window
-    image = pad_map(image, 1, *spec.padding)
-    for axis in (1, 2):
-        size = image.shape[axis]
-        image = torch.cat([image.narrow(axis, size - window, window), image, image.narrow(axis, 0, window)], axis)
-    return image
+    bottom, right = spec.padding
+    image = pad_map(image, 1, 0, right)
+    if spec.halo is None:
+        image = _wrap(pad_map(image, 1, bottom, 0), 1, window)
+    else:
+        above, below = spec.halo
+        parts = image.split((above, spec.grid.height, below), 1)
+        missing = (window - above, bottom, window - below)
+        image = torch.cat([pad_map(part, 1, rows, 0) for part, rows in zip(parts, missing, strict=True)], 1)
+    return _wrap(image, 2, window)
+
+
+def _wrap(image: Tensor, axis: int, window: int) -> Tensor:
+    """The map with its last chunks before its first along an axis, and its first after its last."""
+    size = image.shape[axis]
+    return torch.cat([image.narrow(axis, size - window, window), image, image.narrow(axis, 0, window)], axis)
 
 
 def fold_key_map(image: Tensor, spec: LocalSpec) -> Tensor:
     """The adjoint of :func:`key_map` for cyclic rules: gradients of the map to gradients of the tokens."""
-    window = spec.window
-    for axis in (1, 2):
-        inner = image.narrow(axis, window, image.shape[axis] - 2 * window)
-        inner.narrow(axis, inner.shape[axis] - window, window).add_(image.narrow(axis, 0, window))
-        inner.narrow(axis, 0, window).add_(image.narrow(axis, image.shape[axis] - window, window))
-        image = inner
-    return image[:, : spec.grid.height, : spec.grid.width].flatten(1, 2)
+    height, width = spec.grid
+    image = _unwrap(image, 2, spec.window)[:, :, :width]
+    if spec.halo is None:
+        return _unwrap(image, 1, spec.window)[:, :height].flatten(1, 2)
+    above, own, below = image.split((spec.window, image.shape[1] - 2 * spec.window, spec.window), 1)
+    return torch.cat([above[:, : spec.halo[0]], own[:, :height], below[:, : spec.halo[1]]], 1).flatten(1, 2)
+
+
+def _unwrap(image: Tensor, axis: int, window: int) -> Tensor:
+    """The adjoint of :func:`_wrap`."""
+    before, inner, after = image.split((window, image.shape[axis] - 2 * window, window), axis)
+    inner.narrow(axis, inner.shape[axis] - window, window).add_(before)
+    inner.narrow(axis, 0, window).add_(after)
+    return inner
 
 
 APART = 3

@@ -1,8 +1,11 @@
-"""The Triton kernels: forward, and gradients of queries, keys and values, global keys, bias. Imports triton.
+"""The Triton kernels: bias tiles, forward, gradients of queries and of keys and values, and sums. Imports triton.
 
-The first three write each result once, by one program. Global keys and the bias table have sums over many queries: each
-program sums a fixed share of them in a fixed order and writes its partial sums, which torch adds up. So there are no
-atomics, and results are the same from run to run.
+The relative bias is expanded once per call to tiles in the order of the scores (see ``device.py``), which are what the
+product of queries and keys starts from. Chunks with all their neighbours inside the map need no mask; others have one.
+
+Each result is written once, by one program. Sums over many chunks, the gradients of the bias, are made along with the
+gradients of queries: each program sums a fixed share in a fixed order into a buffer of its own, and the buffers are
+added up afterwards. So there are no atomics, and results are the same from run to run.
 """
 
 from __future__ import annotations
@@ -10,301 +13,449 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..operator import LOG2E as _LOG2E
 from .device import (
-    LOG2E,
-    Place,
-    add_table,
-    entry_at,
+    chunk_positions,
+    from_stored,
+    is_interior,
+    key_at,
     load_rows,
-    own_rectangle,
+    moved_up,
     place_of,
-    position,
+    products,
+    query_at,
+    row_products,
+    scaled,
+    square_position,
     start_of,
     store_rows,
-    surroundings,
-    token_at,
+    stored_position,
+    to_stored,
+    weighted_sums,
+    zero_rows,
 )
 
-SIZES = ["height", "width", "heads", "global_tokens", "tiles"]
+LOG2E = tl.constexpr(_LOG2E)
 
 
 @triton.jit
-def key_tile(
-    index, global_tokens, place, first, second, WINDOW: tl.constexpr, RULE: tl.constexpr, NEIGHBOURS: tl.constexpr
-):
-    """The index-th keys a chunk sees, global ones first: token, whether stored, local and counting, global; entry."""
-    row, column, local = position(index - global_tokens, first, second, NEIGHBOURS)
-    token, stored, counts = token_at(row, column, place, WINDOW, RULE)
-    is_global = index < global_tokens
-    token = tl.where(is_global, index, token + global_tokens)
-    return token, is_global | (local & stored), local & counts, is_global, entry_at(row, column, WINDOW)
-
-
-@triton.jit
-def tile_scores(
-    products, q_entry, k_entry, index, local, is_global, head, global_tokens, table_ptr, table_stride,
-    global_bias_ptr, scale, WINDOW: tl.constexpr,
+def bias_tiles_kernel(
+    table_ptr, tiles_ptr, neighbour_ptr, inverse_scale, inner_tiles, outer_tiles, heads,
+    WINDOW: tl.constexpr, EXACT: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scores (queries, keys), −∞ where the key is not seen."""
-    scores = products * (scale * LOG2E)
-    entry = q_entry[:, None] - k_entry[None, :]
-    scores = add_table(scores, entry, local[None, :], table_ptr, table_stride, head, WINDOW)
-    if global_bias_ptr is not None:
-        added = tl.load(global_bias_ptr + head * global_tokens + index, mask=is_global, other=0.0)
-        scores += added.to(tl.float32)[None, :] * LOG2E
-    return tl.where((local | is_global)[None, :], scores, float("-inf"))
+    """One program: a tile of what raw scores start from, (orientations, heads, outer, inner tiles, elements), float32.
 
-
-@triton.jit(do_not_specialize=SIZES)
-def forward_kernel(
-    q, k, v, out, lse_ptr, table_ptr, table_stride, global_bias_ptr, neighbour_ptr, dilation_ptr,
-    scale, height, width, heads, global_tokens, tiles,
-    WINDOW: tl.constexpr, RULE: tl.constexpr, NEIGHBOURS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_M queries of a chunk against all their keys, by an online softmax.
-
-    ``q``, ``k``, ``v``, ``out`` are views; log-sum-exp (B, heads, N) is in units of log 2.
+    Rows of the first orientation are queries, of the second, if there is one, keys. −∞ stands where no pair is.
     """
-    PER_CHUNK: tl.constexpr = (WINDOW * WINDOW + BLOCK_M - 1) // BLOCK_M
-    tile, sample = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    SIDE: tl.constexpr = 3 * WINDOW if NEIGHBOURS == "all" else WINDOW
+    TILES: tl.constexpr = (SIDE * SIDE + BLOCK_N - 1) // BLOCK_N
+    tile, outer = tl.program_id(0) % inner_tiles, tl.program_id(0) // inner_tiles % outer_tiles
+    head = tl.program_id(0) // (inner_tiles * outer_tiles) % heads
+    sign = tl.where(tl.program_id(0) < inner_tiles * outer_tiles * heads, 1, -1)
+    m, n = stored_position(BLOCK_M, BLOCK_N)
+    outer_index = outer * BLOCK_M + m
+    row, column = square_position(tile, n, neighbour_ptr, sign, WINDOW, NEIGHBOURS, BLOCK_N)
+    down, right = (outer_index // WINDOW - row) * sign, (outer_index % WINDOW - column) * sign
+    present = tile % TILES * BLOCK_N + n < SIDE * SIDE
+    bias = tl.zeros((BLOCK_M * BLOCK_N,), tl.float32)
+    if table_ptr is not None:
+        WIDTH: tl.constexpr = 4 * WINDOW - 1
+        entry = head * (WIDTH * WIDTH) + (down + 2 * WINDOW - 1) * WIDTH + right + 2 * WINDOW - 1
+        mask = present & (outer_index < WINDOW * WINDOW)
+        bias = tl.load(table_ptr + entry, mask=mask, other=0.0).to(tl.float32) * inverse_scale
+    if EXACT:
+        present = present & (tl.abs(down) <= WINDOW) & (tl.abs(right) <= WINDOW)
+    cells = tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_N) + tl.arange(0, BLOCK_M * BLOCK_N)
+    tl.store(tiles_ptr + cells, tl.where(present, bias, float("-inf")))
+
+
+@triton.jit
+def inner_tile(
+    tile, place, area, neighbour_ptr, WINDOW: tl.constexpr, RULE: tl.constexpr, BAND: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, BLOCK_N: tl.constexpr, SIGN: tl.constexpr, INTERIOR: tl.constexpr,
+):  # fmt: skip
+    """Tokens of an inner tile: keys (SIGN 1) or queries (SIGN -1); whether they are stored, and whether they count."""
+    down, right = square_position(tile, tl.arange(0, BLOCK_N), neighbour_ptr, SIGN, WINDOW, NEIGHBOURS, BLOCK_N)
+    row, column = place.top + down, place.left + right
+    if INTERIOR:
+        corner = place.first + place.top * place.down + place.left * place.right
+        if BAND and SIGN == 1:
+            corner += area.above * place.down
+        always = tl.full((BLOCK_N,), 1, tl.int1)
+        return corner + (down * place.down + right * place.right), always, always
+    if SIGN == 1:
+        return key_at(row, column, place, area, WINDOW, RULE, BAND)
+    token, stored = query_at(row, column, place, WINDOW, RULE, BAND)
+    return token, stored, stored
+
+
+@triton.jit
+def tile_range(place, area, WINDOW: tl.constexpr, RULE: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK_N: tl.constexpr,
+               SIGN: tl.constexpr, TILES: tl.constexpr, INTERIOR: tl.constexpr):  # fmt: skip
+    """The inner tiles that have rows inside the map, or in the halo of keys."""
+    if INTERIOR or NEIGHBOURS != "all" or RULE != "chunk":
+        return 0, TILES
+    above, end = 0, place.height
+    if SIGN == 1:
+        above = area.above
+        end = tl.where(area.below > 0, tl.cdiv(end, WINDOW) * WINDOW + area.below, end)
+    begin = tl.maximum(WINDOW - place.top - above, 0) * (3 * WINDOW) // BLOCK_N
+    return begin, tl.cdiv(tl.minimum(end - place.top + WINDOW, 3 * WINDOW) * (3 * WINDOW), BLOCK_N)
+
+
+@triton.jit
+def score_tile(tiles_ptr, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What the raw scores of a tile start from."""
+    elements = tl.arange(0, BLOCK_M * BLOCK_N)
+    return from_stored(tl.load(tiles_ptr + tile * (BLOCK_M * BLOCK_N) + elements), BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def score_keys(
+    tile, queries, k, v, batch, head, place, area, tiles_ptr, neighbour_ptr, global_tokens,
+    WINDOW: tl.constexpr, RULE: tl.constexpr, BAND: tl.constexpr, NEIGHBOURS: tl.constexpr, DIM: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SLICE: tl.constexpr,
+    INTERIOR: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of an inner tile, and the raw scores of an outer tile of queries, −∞ where no key counts."""
+    token, stored, counts = inner_tile(
+        tile, place, area, neighbour_ptr, WINDOW, RULE, BAND, NEIGHBOURS, BLOCK_N, 1, INTERIOR
+    )
+    token += global_tokens
+    keys = load_rows(start_of(k, batch, head), token, k.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
+    values = load_rows(start_of(v, batch, head), token, v.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
+    scores = products(queries, keys, score_tile(tiles_ptr, tile, BLOCK_M, BLOCK_N), PRECISION)
+    if not INTERIOR:
+        scores = tl.where(counts[None, :], scores, float("-inf"))
+    return keys, values, scores
+
+
+@triton.jit
+def online_softmax(scores, values, factor, highest, total, weighted, PRECISION: tl.constexpr):
+    """Takes more raw scores (queries, keys) and their values into a running softmax."""
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher) * factor
+    weights = tl.exp2(scores * factor - shift[:, None])
+    shrink = tl.exp2(highest * factor - shift)
+    total = total * shrink + tl.sum(weights, 1)
+    return higher, total, weighted_sums(weights, values, scaled(weighted, shrink[:, None]), PRECISION)
+
+
+@triton.jit
+def attend_local(
+    queries, k, v, batch, head, place, area, tiles_ptr, neighbour_ptr, factor, global_tokens, highest, total, weighted,
+    WINDOW: tl.constexpr, RULE: tl.constexpr, BAND: tl.constexpr, NEIGHBOURS: tl.constexpr, TILES: tl.constexpr,
+    DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLICE: tl.constexpr, INTERIOR: tl.constexpr,
+):  # fmt: skip
+    """The running softmax over all local keys of an outer tile."""
+    begin, end = tile_range(place, area, WINDOW, RULE, NEIGHBOURS, BLOCK_N, 1, TILES, INTERIOR)
+    for tile in tl.range(begin, end, disable_licm=not INTERIOR or queries[0].dtype == tl.float32):
+        _, values, scores = score_keys(
+            tile, queries, k, v, batch, head, place, area, tiles_ptr, neighbour_ptr, global_tokens,
+            WINDOW, RULE, BAND, NEIGHBOURS, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, SLICE, INTERIOR,
+        )  # fmt: skip
+        highest, total, weighted = online_softmax(scores, values, factor, highest, total, weighted, PRECISION)
+    return highest, total, weighted
+
+
+@triton.jit(do_not_specialize=["global_tokens", "chunks", "heads"])
+def forward_kernel(
+    q, k, v, out, lse_ptr, tiles_ptr, tiles_stride, global_bias_ptr, neighbour_ptr, dilation_ptr, area,
+    scale, heads, global_tokens, chunks,
+    WINDOW: tl.constexpr, RULE: tl.constexpr, BAND: tl.constexpr, NEIGHBOURS: tl.constexpr, TILES: tl.constexpr,
+    DIM: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries of a chunk against all their keys.
+
+    ``q``, ``k``, ``v``, ``out`` are views; the log-sum-exp is (B, heads, N).
+    """
+    PARTS: tl.constexpr = (WINDOW * WINDOW + BLOCK_M - 1) // BLOCK_M
+    part, chunk = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % chunks
+    sample = tl.program_id(0) // (PARTS * chunks)
     batch, head = sample // heads, sample % heads
-    place = place_of(tile // PER_CHUNK, head, dilation_ptr, height, width, WINDOW)
-    own = own_rectangle(place, WINDOW)
-    query = (tile % PER_CHUNK) * BLOCK_M + tl.arange(0, BLOCK_M)
-    if (tile % PER_CHUNK) * BLOCK_M >= own.count:
-        return
-    q_row, q_column, q_present = position(query, own, own, "self")
-    q_token = place.first + q_row * place.down + q_column * place.right
-    q_entry = entry_at(q_row, q_column, WINDOW)
-    queries = load_rows(start_of(q, batch, head), q_token, q.token, q_present, DIM, BLOCK_D)
-    k_start, v_start = start_of(k, batch, head), start_of(v, batch, head)
-    first, second = surroundings(place, neighbour_ptr, 1, WINDOW, NEIGHBOURS, RULE == "chunk")
+    place = place_of(chunk, head, area, dilation_ptr, WINDOW)
+    row, column, present = chunk_positions(part, place, WINDOW, BLOCK_M)
+    present = present & (row < place.height) & (column < place.width)
+    token = place.first + row * place.down + column * place.right
+    queries = load_rows(start_of(q, batch, head), token, q.token, present, DIM, BLOCK_D, SLICE)
+    factor = scale * LOG2E
 
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    weighted = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in range(0, global_tokens + first.count + second.count, BLOCK_N):
-        index = start + tl.arange(0, BLOCK_N)
-        token, stored, local, is_global, k_entry = key_tile(
-            index, global_tokens, place, first, second, WINDOW, RULE, NEIGHBOURS
-        )
-        keys = load_rows(k_start, token, k.token, stored, DIM, BLOCK_D)
-        values = load_rows(v_start, token, v.token, stored, DIM, BLOCK_D)
-        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        scores = tile_scores(
-            products, q_entry, k_entry, index, local, is_global, head, global_tokens, table_ptr, table_stride,
-            global_bias_ptr, scale, WINDOW,
+    weighted = zero_rows(BLOCK_M, BLOCK_D, SLICE)
+    for start in tl.range(0, global_tokens, BLOCK_G, disable_licm=queries[0].dtype == tl.float32):
+        key = start + tl.arange(0, BLOCK_G)
+        is_key = key < global_tokens
+        keys = load_rows(start_of(k, batch, head), key, k.token, is_key, DIM, BLOCK_D, SLICE)
+        values = load_rows(start_of(v, batch, head), key, v.token, is_key, DIM, BLOCK_D, SLICE)
+        scores = products(queries, keys, tl.zeros((BLOCK_M, BLOCK_G), tl.float32), PRECISION)
+        scores += global_scores(global_bias_ptr, key, head, global_tokens, scale)[None, :]
+        highest, total, weighted = online_softmax(scores, values, factor, highest, total, weighted, PRECISION)
+    tiles_ptr += head * tiles_stride + part * (TILES * BLOCK_M * BLOCK_N)
+    if is_interior(place, area.above, area.below, WINDOW):
+        highest, total, weighted = attend_local(
+            queries, k, v, batch, head, place, area, tiles_ptr, neighbour_ptr, factor, global_tokens,
+            highest, total, weighted,
+            WINDOW, RULE, BAND, NEIGHBOURS, TILES, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, SLICE, True,
         )  # fmt: skip
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - shift[:, None])
-        shrink = tl.exp2(highest - shift)
-        total = total * shrink + tl.sum(weights, 1)
-        weighted = weighted * shrink[:, None]
-        weighted = tl.dot(weights.to(values.dtype), values, weighted, input_precision=PRECISION)
-        highest = higher
-    store_rows(start_of(out, batch, head), q_token, out.token, q_present, weighted / total[:, None], DIM, BLOCK_D)
-    tl.store(lse_ptr + sample.to(tl.int64) * (height * width) + q_token, highest + tl.log2(total), mask=q_present)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def query_gradient_kernel(
-    q, k, v, out, grad_out, grad_q, lse_ptr, delta_ptr, table_ptr, table_stride, global_bias_ptr,
-    neighbour_ptr, dilation_ptr,
-    scale, height, width, heads, global_tokens, tiles,
-    WINDOW: tl.constexpr, RULE: tl.constexpr, NEIGHBOURS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_M queries of a chunk, as in the forward kernel.
-
-    Also writes delta (B, heads, N), the product of each output with its gradient, for the kernels that follow.
-    """
-    PER_CHUNK: tl.constexpr = (WINDOW * WINDOW + BLOCK_M - 1) // BLOCK_M
-    tile, sample = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    batch, head = sample // heads, sample % heads
-    place = place_of(tile // PER_CHUNK, head, dilation_ptr, height, width, WINDOW)
-    own = own_rectangle(place, WINDOW)
-    query = (tile % PER_CHUNK) * BLOCK_M + tl.arange(0, BLOCK_M)
-    if (tile % PER_CHUNK) * BLOCK_M >= own.count:
-        return
-    q_row, q_column, q_present = position(query, own, own, "self")
-    q_token = place.first + q_row * place.down + q_column * place.right
-    q_entry = entry_at(q_row, q_column, WINDOW)
-    queries = load_rows(start_of(q, batch, head), q_token, q.token, q_present, DIM, BLOCK_D)
-    outputs = load_rows(start_of(out, batch, head), q_token, out.token, q_present, DIM, BLOCK_D)
-    grads = load_rows(start_of(grad_out, batch, head), q_token, grad_out.token, q_present, DIM, BLOCK_D)
-    delta = tl.sum(outputs.to(tl.float32) * grads.to(tl.float32), 1)
-    rows = sample.to(tl.int64) * (height * width) + q_token
-    tl.store(delta_ptr + rows, delta, mask=q_present)
-    lse = tl.load(lse_ptr + rows, mask=q_present, other=float("inf"))
-    k_start, v_start = start_of(k, batch, head), start_of(v, batch, head)
-    first, second = surroundings(place, neighbour_ptr, 1, WINDOW, NEIGHBOURS, RULE == "chunk")
-
-    gradient = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in range(0, global_tokens + first.count + second.count, BLOCK_N):
-        index = start + tl.arange(0, BLOCK_N)
-        token, stored, local, is_global, k_entry = key_tile(
-            index, global_tokens, place, first, second, WINDOW, RULE, NEIGHBOURS
-        )
-        keys = load_rows(k_start, token, k.token, stored, DIM, BLOCK_D)
-        values = load_rows(v_start, token, v.token, stored, DIM, BLOCK_D)
-        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        scores = tile_scores(
-            products, q_entry, k_entry, index, local, is_global, head, global_tokens, table_ptr, table_stride,
-            global_bias_ptr, scale, WINDOW,
+    else:
+        highest, total, weighted = attend_local(
+            queries, k, v, batch, head, place, area, tiles_ptr, neighbour_ptr, factor, global_tokens,
+            highest, total, weighted,
+            WINDOW, RULE, BAND, NEIGHBOURS, TILES, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, SLICE, False,
         )  # fmt: skip
-        weights = tl.exp2(scores - lse[:, None])
-        grad_weights = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
-        grad_scores = weights * (grad_weights - delta[:, None])
-        gradient = tl.dot(grad_scores.to(keys.dtype), keys, gradient, input_precision=PRECISION)
-    store_rows(start_of(grad_q, batch, head), q_token, grad_q.token, q_present, gradient * scale, DIM, BLOCK_D)
+    store_rows(start_of(out, batch, head), token, out.token, present, weighted, 1 / total[:, None], DIM, SLICE)
+    rows = sample.to(tl.int64) * area.lse_stride + token
+    tl.store(lse_ptr + rows, highest * factor + tl.log2(total), mask=present)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def key_gradient_kernel(
-    q, k, v, grad_out, grad_k, grad_v, lse_ptr, delta_ptr, table_ptr, table_stride, neighbour_ptr, dilation_ptr,
-    scale, height, width, heads, global_tokens, tiles,
-    WINDOW: tl.constexpr, RULE: tl.constexpr, NEIGHBOURS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_N local keys of a chunk against all queries that see them, scores transposed."""
-    PER_CHUNK: tl.constexpr = (WINDOW * WINDOW + BLOCK_N - 1) // BLOCK_N
-    tile, sample = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    batch, head = sample // heads, sample % heads
-    place = place_of(tile // PER_CHUNK, head, dilation_ptr, height, width, WINDOW)
-    own = own_rectangle(place, WINDOW)
-    key = (tile % PER_CHUNK) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if (tile % PER_CHUNK) * BLOCK_N >= own.count:
-        return
-    k_row, k_column, k_present = position(key, own, own, "self")
-    k_token = place.first + k_row * place.down + k_column * place.right + global_tokens
-    k_entry = entry_at(k_row, k_column, WINDOW)
-    keys = load_rows(start_of(k, batch, head), k_token, k.token, k_present, DIM, BLOCK_D)
-    values = load_rows(start_of(v, batch, head), k_token, v.token, k_present, DIM, BLOCK_D)
-    q_start, grad_start = start_of(q, batch, head), start_of(grad_out, batch, head)
-    rows = sample.to(tl.int64) * (height * width)
-    first, second = surroundings(place, neighbour_ptr, -1, WINDOW, NEIGHBOURS, RULE == "chunk")
-
-    key_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    value_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for start in range(0, first.count + second.count, BLOCK_M):
-        q_row, q_column, present = position(start + tl.arange(0, BLOCK_M), first, second, NEIGHBOURS)
-        token, stored, _ = token_at(q_row, q_column, place, WINDOW, RULE)
-        present = present & stored
-        queries = load_rows(q_start, token, q.token, present, DIM, BLOCK_D)
-        grads = load_rows(grad_start, token, grad_out.token, present, DIM, BLOCK_D)
-        lse = tl.load(lse_ptr + rows + token, mask=present, other=float("inf"))
-        delta = tl.load(delta_ptr + rows + token, mask=present, other=0.0)
-        products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-        entry = entry_at(q_row, q_column, WINDOW)[None, :] - k_entry[:, None]
-        scores = products * (scale * LOG2E)
-        scores = add_table(scores, entry, present[None, :], table_ptr, table_stride, head, WINDOW)
-        weights = tl.exp2(scores - lse[None, :])
-        value_gradient = tl.dot(weights.to(grads.dtype), grads, value_gradient, input_precision=PRECISION)
-        grad_weights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
-        grad_scores = weights * (grad_weights - delta[None, :])
-        key_gradient = tl.dot(grad_scores.to(queries.dtype), queries, key_gradient, input_precision=PRECISION)
-    store_rows(start_of(grad_k, batch, head), k_token, grad_k.token, k_present, key_gradient * scale, DIM, BLOCK_D)
-    store_rows(start_of(grad_v, batch, head), k_token, grad_v.token, k_present, value_gradient, DIM, BLOCK_D)
-
-
-@triton.jit(do_not_specialize=[*SIZES, "splits", "share", "tokens"])
-def global_gradient_kernel(
-    q, k, v, grad_out, key_ptr, value_ptr, bias_gradient_ptr, lse_ptr, delta_ptr, global_bias_ptr,
-    scale, tokens, heads, global_tokens, tiles, share,
-    DIM: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_N global keys against ``share`` queries.
-
-    Writes partial sums, float32: of keys and values (splits, B·heads, G, dim), of the bias (splits, B·heads, G).
-    """
-    tile, split_sample = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    samples = tl.num_programs(0) // tiles // tl.cdiv(tokens, share)
-    split, sample = split_sample // samples, split_sample % samples
-    batch, head = sample // heads, sample % heads
-    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    present = key < global_tokens
-    keys = load_rows(start_of(k, batch, head), key, k.token, present, DIM, BLOCK_D)
-    values = load_rows(start_of(v, batch, head), key, v.token, present, DIM, BLOCK_D)
-    added = tl.zeros((BLOCK_N,), tl.float32)
+@triton.jit
+def global_scores(global_bias_ptr, key, head, global_tokens, scale):
+    """What is added to the raw scores of global keys: their bias, −∞ beyond the last one."""
+    added = tl.zeros(key.shape, tl.float32)
     if global_bias_ptr is not None:
-        added = tl.load(global_bias_ptr + head * global_tokens + key, mask=present, other=0.0).to(tl.float32)
-    q_start, grad_start = start_of(q, batch, head), start_of(grad_out, batch, head)
-    rows = sample.to(tl.int64) * tokens
-
-    key_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    value_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    bias_gradient = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(split * share, tl.minimum((split + 1) * share, tokens), BLOCK_M):
-        token = start + tl.arange(0, BLOCK_M)
-        inside = token < tokens
-        queries = load_rows(q_start, token, q.token, inside, DIM, BLOCK_D)
-        grads = load_rows(grad_start, token, grad_out.token, inside, DIM, BLOCK_D)
-        lse = tl.load(lse_ptr + rows + token, mask=inside, other=float("inf"))
-        delta = tl.load(delta_ptr + rows + token, mask=inside, other=0.0)
-        products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-        weights = tl.exp2((products * scale + added[:, None]) * LOG2E - lse[None, :])
-        value_gradient = tl.dot(weights.to(grads.dtype), grads, value_gradient, input_precision=PRECISION)
-        grad_weights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
-        grad_scores = weights * (grad_weights - delta[None, :])
-        key_gradient = tl.dot(grad_scores.to(queries.dtype), queries, key_gradient, input_precision=PRECISION)
-        bias_gradient += tl.sum(grad_scores, 1)
-    place = split_sample.to(tl.int64) * global_tokens + key
-    axis = tl.arange(0, BLOCK_D)
-    cells, mask = place[:, None] * DIM + axis[None, :], present[:, None] & (axis < DIM)[None, :]
-    tl.store(key_ptr + cells, key_gradient * scale, mask=mask)
-    tl.store(value_ptr + cells, value_gradient, mask=mask)
-    tl.store(bias_gradient_ptr + place, bias_gradient, mask=present)
+        bias = tl.load(global_bias_ptr + head * global_tokens + key, mask=key < global_tokens, other=0.0)
+        added += bias.to(tl.float32) / scale
+    return tl.where(key < global_tokens, added, float("-inf"))
 
 
-@triton.jit(do_not_specialize=[*SIZES, "batches", "chunks", "share"])
-def bias_gradient_kernel(
-    q, k, v, grad_out, partial_ptr, lse_ptr, delta_ptr, table_ptr, table_stride, neighbour_ptr, dilation_ptr,
-    scale, height, width, heads, global_tokens, batches, chunks, share,
-    WINDOW: tl.constexpr, RULE: tl.constexpr, NEIGHBOURS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, KEY_TILES: tl.constexpr,
+@triton.jit
+def from_global_scores(global_rows, query, key, head, global_tokens, scale):
+    """What is added to the raw scores of global queries: their bias. Local keys are those from G on."""
+    added = tl.zeros((query + key).shape, tl.float32)
+    if global_rows.bias is not None:
+        entry = (head * global_tokens + query) * (global_tokens + 1) + tl.minimum(key, global_tokens)
+        added += tl.load(global_rows.bias + entry, mask=query < global_tokens, other=0.0).to(tl.float32) / scale
+    return added
+
+
+@triton.jit
+def load_global_queries(
+    global_rows, query, batch, head, heads, global_tokens,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries × BLOCK_N keys at fixed places of a chunk, over ``share`` chunks of the batch.
+    """Global queries, their output gradients, log-sum-exps, and products of outputs with their gradients.
 
-    Writes partial sums (splits, heads, w², 3w, 3w), float32: query in its chunk, key in the nine chunks around it.
+    Beyond the last one there are zeros, and log-sum-exps of ∞, so that no weight is left.
     """
-    PER_CHUNK: tl.constexpr = (WINDOW * WINDOW + BLOCK_M - 1) // BLOCK_M
-    pair, split_head = tl.program_id(0) % (PER_CHUNK * KEY_TILES), tl.program_id(0) // (PER_CHUNK * KEY_TILES)
-    split, head = split_head // heads, split_head % heads
-    query = (pair // KEY_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
-    key = (pair % KEY_TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-    centre = Place(0, 0, height, width, 0, width, 1)
-    first, second = surroundings(centre, neighbour_ptr, 1, WINDOW, NEIGHBOURS, False)
-    row, column, present = position(key, first, second, NEIGHBOURS)
-    q_present = query < WINDOW * WINDOW
-    q_row, q_column = tl.where(q_present, query // WINDOW, 0), tl.where(q_present, query % WINDOW, 0)
-    entry = entry_at(q_row, q_column, WINDOW)[:, None] - entry_at(row, column, WINDOW)[None, :]
-    added = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    added = add_table(added, entry, present[None, :], table_ptr, table_stride, head, WINDOW)
+    present = query < global_tokens
+    q, out, grad_out = global_rows.q, global_rows.out, global_rows.grad_out
+    queries = load_rows(start_of(q, batch, head), query, q.token, present, DIM, BLOCK_D, SLICE)
+    outputs = load_rows(start_of(out, batch, head), query, out.token, present, DIM, BLOCK_D, SLICE)
+    grads = load_rows(start_of(grad_out, batch, head), query, grad_out.token, present, DIM, BLOCK_D, SLICE)
+    lse_ptr = global_rows.lse + (batch * heads + head).to(tl.int64) * global_rows.lse_stride
+    lse = tl.load(lse_ptr + query, mask=present, other=float("inf"))
+    return queries, grads, lse, row_products(outputs, grads)
 
-    gradient = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for item in range(split * share, tl.minimum((split + 1) * share, batches * chunks)):
-        batch = item // chunks
-        place = place_of(item % chunks, head, dilation_ptr, height, width, WINDOW)
-        top, left = place.chunk_row * WINDOW, place.chunk_column * WINDOW
-        token, inside, _ = token_at(top + q_row, left + q_column, place, WINDOW, "chunk")
-        inside = inside & q_present
-        k_token, stored, counts = token_at(top + row, left + column, place, WINDOW, RULE)
-        stored, k_token = stored & present, k_token + global_tokens
-        queries = load_rows(start_of(q, batch, head), token, q.token, inside, DIM, BLOCK_D)
-        keys = load_rows(start_of(k, batch, head), k_token, k.token, stored, DIM, BLOCK_D)
-        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        scores = products * (scale * LOG2E) + added
-        rows = (batch * heads + head).to(tl.int64) * (height * width) + token
-        lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))
-        delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
-        grads = load_rows(start_of(grad_out, batch, head), token, grad_out.token, inside, DIM, BLOCK_D)
-        values = load_rows(start_of(v, batch, head), k_token, v.token, stored, DIM, BLOCK_D)
-        grad_weights = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
-        weights = tl.where((counts & present)[None, :], tl.exp2(scores - lse[:, None]), 0.0)
-        gradient += weights * (grad_weights - delta[:, None])
-    cell = (row + WINDOW) * (3 * WINDOW) + column + WINDOW
-    cells = (split_head * (WINDOW * WINDOW) + query).to(tl.int64)[:, None] * (9 * WINDOW * WINDOW) + cell[None, :]
-    tl.store(partial_ptr + cells, gradient, mask=q_present[:, None] & present[None, :])
+
+@triton.jit
+def score_gradients(scores, factor, lse, grad_weights, delta, CLAMP: tl.constexpr = False):
+    """Weights from raw scores and log-sum-exps, and gradients of scores; CLAMP: no weight is above 1."""
+    exponents = scores * factor - lse
+    if CLAMP:
+        exponents = tl.minimum(exponents, 0.0)
+    weights = tl.exp2(exponents)
+    return weights, weights * (grad_weights - delta)
+
+
+@triton.jit
+def differentiate_queries(
+    queries, grads, lse, delta, k, v, batch, head, place, area, tiles_ptr, partial_ptr, neighbour_ptr,
+    factor, global_tokens, gradient,
+    WINDOW: tl.constexpr, RULE: tl.constexpr, BAND: tl.constexpr, NEIGHBOURS: tl.constexpr, TILES: tl.constexpr,
+    DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLICE: tl.constexpr, INTERIOR: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts of all local keys to the gradient of queries, and score gradients to the partial sums."""
+    begin, end = tile_range(place, area, WINDOW, RULE, NEIGHBOURS, BLOCK_N, 1, TILES, INTERIOR)
+    for tile in tl.range(begin, end, disable_licm=not INTERIOR or queries[0].dtype == tl.float32):
+        keys, values, scores = score_keys(
+            tile, queries, k, v, batch, head, place, area, tiles_ptr, neighbour_ptr, global_tokens,
+            WINDOW, RULE, BAND, NEIGHBOURS, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, SLICE, INTERIOR,
+        )  # fmt: skip
+        grad_weights = products(grads, values, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION)
+        _, grad_scores = score_gradients(scores, factor, lse[:, None], grad_weights, delta[:, None])
+        if partial_ptr is not None:
+            cells = partial_ptr + tile * (BLOCK_M * BLOCK_N) + tl.arange(0, BLOCK_M * BLOCK_N)
+            tl.store(cells, tl.load(cells) + to_stored(grad_scores, BLOCK_M, BLOCK_N))
+        gradient = weighted_sums(grad_scores, keys, gradient, PRECISION)
+    return gradient
+
+
+@triton.jit(do_not_specialize=["heads", "global_tokens", "chunks", "items", "share"])
+def query_gradient_kernel(
+    q, k, v, out, grad_out, grad_q, lse_ptr, delta_ptr, tiles_ptr, tiles_stride, partial_ptr, global_bias_ptr,
+    neighbour_ptr, dilation_ptr, area, scale, heads, global_tokens, chunks, items, share,
+    WINDOW: tl.constexpr, RULE: tl.constexpr, BAND: tl.constexpr, NEIGHBOURS: tl.constexpr, TILES: tl.constexpr,
+    DIM: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries at the same places of ``share`` chunks of the batch, one chunk after the other.
+
+    Writes delta (B, heads, N), the product of each output with its gradient, and sums of score gradients over its
+    chunks, (programs, inner tiles, elements), float32.
+    """
+    PARTS: tl.constexpr = (WINDOW * WINDOW + BLOCK_M - 1) // BLOCK_M
+    part, head = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % heads
+    first = tl.program_id(0) // (PARTS * heads) * share
+    tiles_ptr += head * tiles_stride + part * (TILES * BLOCK_M * BLOCK_N)
+    if partial_ptr is not None:
+        partial_ptr += tl.program_id(0).to(tl.int64) * (TILES * BLOCK_M * BLOCK_N)
+    factor = scale * LOG2E
+    for item in tl.range(first, tl.minimum(first + share, items), disable_licm=True):
+        batch, chunk = item // chunks, item % chunks
+        place = place_of(chunk, head, area, dilation_ptr, WINDOW)
+        row, column, present = chunk_positions(part, place, WINDOW, BLOCK_M)
+        present = present & (row < place.height) & (column < place.width)
+        token = place.first + row * place.down + column * place.right
+        outputs = load_rows(start_of(out, batch, head), token, out.token, present, DIM, BLOCK_D, SLICE)
+        grads = load_rows(start_of(grad_out, batch, head), token, grad_out.token, present, DIM, BLOCK_D, SLICE)
+        delta = row_products(outputs, grads)
+        rows = (batch * heads + head).to(tl.int64) * area.lse_stride + token
+        tl.store(delta_ptr + rows, delta, mask=present)
+        queries = load_rows(start_of(q, batch, head), token, q.token, present, DIM, BLOCK_D, SLICE)  # outputs are gone
+        lse = tl.load(lse_ptr + rows, mask=present, other=float("inf"))
+
+        gradient = zero_rows(BLOCK_M, BLOCK_D, SLICE)
+        for start in tl.range(0, global_tokens, BLOCK_G, disable_licm=queries[0].dtype == tl.float32):
+            key = start + tl.arange(0, BLOCK_G)
+            is_key = key < global_tokens
+            keys = load_rows(start_of(k, batch, head), key, k.token, is_key, DIM, BLOCK_D, SLICE)
+            values = load_rows(start_of(v, batch, head), key, v.token, is_key, DIM, BLOCK_D, SLICE)
+            scores = products(queries, keys, tl.zeros((BLOCK_M, BLOCK_G), tl.float32), PRECISION)
+            scores += global_scores(global_bias_ptr, key, head, global_tokens, scale)[None, :]
+            grad_weights = products(grads, values, tl.zeros((BLOCK_M, BLOCK_G), tl.float32), PRECISION)
+            _, grad_scores = score_gradients(scores, factor, lse[:, None], grad_weights, delta[:, None])
+            gradient = weighted_sums(grad_scores, keys, gradient, PRECISION)
+        if is_interior(place, area.above, area.below, WINDOW):
+            gradient = differentiate_queries(
+                queries, grads, lse, delta, k, v, batch, head, place, area, tiles_ptr, partial_ptr, neighbour_ptr,
+                factor, global_tokens, gradient,
+                WINDOW, RULE, BAND, NEIGHBOURS, TILES, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, SLICE, True,
+            )  # fmt: skip
+        else:
+            gradient = differentiate_queries(
+                queries, grads, lse, delta, k, v, batch, head, place, area, tiles_ptr, partial_ptr, neighbour_ptr,
+                factor, global_tokens, gradient,
+                WINDOW, RULE, BAND, NEIGHBOURS, TILES, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, SLICE, False,
+            )  # fmt: skip
+        store_rows(start_of(grad_q, batch, head), token, grad_q.token, present, gradient, scale, DIM, SLICE)
+
+
+@triton.jit
+def differentiate_keys(
+    keys, values, q, grad_out, lse_ptr, delta_ptr, batch, head, place, area, tiles_ptr, neighbour_ptr, factor,
+    key_gradient, value_gradient,
+    WINDOW: tl.constexpr, RULE: tl.constexpr, BAND: tl.constexpr, NEIGHBOURS: tl.constexpr, TILES: tl.constexpr,
+    DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLICE: tl.constexpr, INTERIOR: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts of all local queries to the gradients of an outer tile of keys and values, scores transposed.
+
+    Queries that are not there are zero, and so are their output gradients: whatever finite weight they have, they add
+    nothing.
+    """
+    q_start, grad_start = start_of(q, batch, head), start_of(grad_out, batch, head)
+    begin, end = tile_range(place, area, WINDOW, RULE, NEIGHBOURS, BLOCK_N, -1, TILES, INTERIOR)
+    for tile in tl.range(begin, end, disable_licm=not INTERIOR or keys[0].dtype == tl.float32):
+        token, stored, _ = inner_tile(
+            tile, place, area, neighbour_ptr, WINDOW, RULE, BAND, NEIGHBOURS, BLOCK_N, -1, INTERIOR
+        )
+        queries = load_rows(q_start, token, q.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
+        grads = load_rows(grad_start, token, grad_out.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
+        lse = tl.load(lse_ptr + token, mask=stored, other=0.0)
+        delta = tl.load(delta_ptr + token, mask=stored, other=0.0)
+        scores = products(keys, queries, score_tile(tiles_ptr, tile, BLOCK_M, BLOCK_N), PRECISION)
+        grad_weights = products(values, grads, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION)
+        weights, grad_scores = score_gradients(scores, factor, lse[None, :], grad_weights, delta[None, :], not INTERIOR)
+        value_gradient = weighted_sums(weights, grads, value_gradient, PRECISION)
+        key_gradient = weighted_sums(grad_scores, queries, key_gradient, PRECISION)
+    return key_gradient, value_gradient
+
+
+@triton.jit(do_not_specialize=["heads", "global_tokens", "chunks"])
+def key_gradient_kernel(
+    q, k, v, grad_out, grad_k, grad_v, lse_ptr, delta_ptr, tiles_ptr, tiles_stride, neighbour_ptr, dilation_ptr, area,
+    scale, heads, global_tokens, chunks, global_rows,
+    WINDOW: tl.constexpr, RULE: tl.constexpr, BAND: tl.constexpr, NEIGHBOURS: tl.constexpr, TILES: tl.constexpr,
+    DIM: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M local keys of a chunk, halo included, against all queries that see them.
+
+    With ``global_rows`` those include global queries.
+    """
+    PARTS: tl.constexpr = (WINDOW * WINDOW + BLOCK_M - 1) // BLOCK_M
+    part, chunk = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % chunks
+    sample = tl.program_id(0) // (PARTS * chunks)
+    batch, head = sample // heads, sample % heads
+    place = place_of(chunk, head, area, dilation_ptr, WINDOW)
+    if BAND:
+        place = moved_up(place, tl.where(area.above > 0, WINDOW, 0))
+    row, column, present = chunk_positions(part, place, WINDOW, BLOCK_M)
+    token, stored, _ = key_at(row, column, place, area, WINDOW, RULE, BAND)
+    present = present & stored
+    token += global_tokens
+    keys = load_rows(start_of(k, batch, head), token, k.token, present, DIM, BLOCK_D, SLICE)
+    values = load_rows(start_of(v, batch, head), token, v.token, present, DIM, BLOCK_D, SLICE)
+    key_gradient = zero_rows(BLOCK_M, BLOCK_D, SLICE)
+    value_gradient = zero_rows(BLOCK_M, BLOCK_D, SLICE)
+    if global_rows is not None:
+        for start in tl.range(0, global_tokens, BLOCK_G, disable_licm=keys[0].dtype == tl.float32):
+            query = start + tl.arange(0, BLOCK_G)
+            queries, grads, lse, delta = load_global_queries(
+                global_rows, query, batch, head, heads, global_tokens, DIM, BLOCK_D, SLICE
+            )
+            scores = products(keys, queries, tl.zeros((BLOCK_M, BLOCK_G), tl.float32), PRECISION)
+            scores += from_global_scores(global_rows, query, global_tokens, head, global_tokens, scale)[None, :]
+            grad_weights = products(values, grads, tl.zeros((BLOCK_M, BLOCK_G), tl.float32), PRECISION)
+            weights, grad_scores = score_gradients(scores, scale * LOG2E, lse[None, :], grad_weights, delta[None, :])
+            value_gradient = weighted_sums(weights, grads, value_gradient, PRECISION)
+            key_gradient = weighted_sums(grad_scores, queries, key_gradient, PRECISION)
+    tiles_ptr += head * tiles_stride + part * (TILES * BLOCK_M * BLOCK_N)
+    lse_ptr += sample.to(tl.int64) * area.lse_stride
+    delta_ptr += sample.to(tl.int64) * area.lse_stride
+    if is_interior(place, 0, 0, WINDOW):
+        key_gradient, value_gradient = differentiate_keys(
+            keys, values, q, grad_out, lse_ptr, delta_ptr, batch, head, place, area, tiles_ptr, neighbour_ptr,
+            scale * LOG2E, key_gradient, value_gradient,
+            WINDOW, RULE, BAND, NEIGHBOURS, TILES, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, SLICE, True,
+        )  # fmt: skip
+    else:
+        key_gradient, value_gradient = differentiate_keys(
+            keys, values, q, grad_out, lse_ptr, delta_ptr, batch, head, place, area, tiles_ptr, neighbour_ptr,
+            scale * LOG2E, key_gradient, value_gradient,
+            WINDOW, RULE, BAND, NEIGHBOURS, TILES, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, SLICE, False,
+        )  # fmt: skip
+    store_rows(start_of(grad_k, batch, head), token, grad_k.token, present, key_gradient, scale, DIM, SLICE)
+    store_rows(start_of(grad_v, batch, head), token, grad_v.token, present, value_gradient, 1, DIM, SLICE)
+
+
+@triton.jit
+def bias_gradient_kernel(
+    sums_ptr, table_ptr, neighbour_ptr, outer_tiles,
+    WINDOW: tl.constexpr, NEIGHBOURS: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """One program: one row of the table of a head, each entry summed over the w² queries that may have such a key."""
+    SIDE: tl.constexpr = 3 * WINDOW if NEIGHBOURS == "all" else WINDOW
+    SQUARES: tl.constexpr = 2 if NEIGHBOURS == "one" else 1
+    WIDTH: tl.constexpr = 4 * WINDOW - 1
+    entry_row, head = tl.program_id(0) % WIDTH, tl.program_id(0) // WIDTH
+    entry = tl.arange(0, BLOCK_W)
+    total = tl.zeros((BLOCK_W,), tl.float32)
+    for index in range(WINDOW * WINDOW):
+        m, part = index % BLOCK_M, index // BLOCK_M
+        for square in tl.static_range(SQUARES):
+            first: tl.constexpr = square * (TILES // SQUARES)
+            top, left = square_position(first, 0, neighbour_ptr, 1, WINDOW, NEIGHBOURS, BLOCK_N)
+            row = tl.broadcast_to(index // WINDOW - (entry_row - 2 * WINDOW + 1) - top, (BLOCK_W,))
+            column = index % WINDOW - (entry - 2 * WINDOW + 1) - left
+            present = (row >= 0) & (row < SIDE) & (column >= 0) & (column < SIDE) & (entry < WIDTH)
+            tile = (head * outer_tiles + part) * TILES + first + (row * SIDE + column) // BLOCK_N
+            n = (row * SIDE + column) % BLOCK_N
+            element = n // 8 * (8 * BLOCK_M) + m // 16 * 128 + m % 8 * 16 + n % 8 // 2 * 4 + m // 8 % 2 * 2 + n % 2
+            total += tl.load(sums_ptr + tile * (BLOCK_M * BLOCK_N) + element, mask=present, other=0.0)
+    tl.store(table_ptr + tl.program_id(0) * WIDTH + entry, total, mask=entry < WIDTH)

@@ -47,7 +47,7 @@ class Backward {
     void differentiate(Index batch, Index head, Index heads, const MapTiles& tiles, Index row, Index column, Index unit,
                        Index unit_stride) {
         const Problem& p = *problem_;
-        const Index entry = batch * p.tokens() * p.heads + head, key_tokens = p.global_tokens + p.tokens();
+        const Index entry = batch * p.tokens() * p.heads + head, key_entry = batch * p.key_tokens() * p.heads + head;
         heads_ = heads;
         unit_ = unit;
         unit_stride_ = unit_stride;
@@ -57,8 +57,8 @@ class Backward {
         results_ = static_cast<const S*>(p.out) + entry * p.dim;
         grad_queries_ = static_cast<S*>(p.grad_q) + entry * p.dim;
         lse_ = static_cast<const T*>(p.lse) + (batch * p.heads + head) * p.tokens();
-        grad_keys_ = static_cast<T*>(p.grad_k) + (batch * key_tokens * p.heads + head) * p.dim;
-        grad_values_ = static_cast<T*>(p.grad_v) + (batch * key_tokens * p.heads + head) * p.dim;
+        grad_keys_ = static_cast<T*>(p.grad_k) + key_entry * p.dim;
+        grad_values_ = static_cast<T*>(p.grad_v) + key_entry * p.dim;
         keys_ = key_source<S>(p, p.k, p.k_strides, batch, head, zeros_);
         values_ = key_source<S>(p, p.v, p.v_strides, batch, head, zeros_);
         for (Index i = 0; i < heads; i++)
@@ -108,8 +108,9 @@ class Backward {
         core_.clear();
         load_queries();
         const bool fold_at_once = core_.wants_bias && !core_.bias.cached;
+        const bool by_pairs = problem_->rule == RULE_EXACT && !core_.finite();  // other rules hide no key of a chunk's
         each_block(core_.plan, core_.BLOCK_PANELS, [&](const Block& block) {
-            core_.differentiate(block);
+            by_pairs ? core_.differentiate_by_pairs(block) : core_.differentiate(block);
             if (fold_at_once) fold_block(block);
         });
         write_grad_query();

@@ -51,6 +51,17 @@ struct BackwardCore {
     // Before the first block of a chunk.
     void clear() { std::memset(grad_query, 0, sizeof(T) * plan.queries * padded); }
 
+    // Whether all that the plan's chunk reads is finite.
+    bool finite() const {
+        const Index vectors = 2 * plan.panels, size = LANES<T> * padded, head_start = head * ring.size();
+        bool fine = true;
+        for (const T* keys : {key_rows, value_panels})
+            for (Index i = 0; i < vectors; i++) fine = fine && all_finite(keys + head_start + ring.place[i], size);
+        for (const T* rows : {query, grad_out}) fine = fine && all_finite(rows, plan.queries * padded);
+        for (Index i = 0; i < plan.queries; i++) fine = fine && (lse[i] + delta[i]) * 0 == 0;
+        return fine;
+    }
+
     VL_NOINLINE void differentiate(const Block& block) {
         recompute(block);
         const Index first = plan.tile_start[block.tile_begin];
@@ -65,7 +76,41 @@ struct BackwardCore {
         for (Index panel = block.panel_begin; panel < block.panel_end; panel++) sum_grad_keys(block, panel);
     }
 
+    // The same, but products are made one by one, for pairs that see each other: with numbers that are not finite the
+    // others, of weight 0, would not be 0.
+    VL_NOINLINE void differentiate_by_pairs(const Block& block) {
+        const Index first = plan.tile_start[block.tile_begin], last = plan.tile_start[block.tile_end];
+        const PanelMatrix<T> added =
+            bias.of_block(plan, head, block.panel_begin, block.panel_end, first, last, block_bias);
+        for (Index panel = block.panel_begin; panel < block.panel_end; panel++)
+            for (Index i = first; i < last; i++)
+                for (Index lane = 0; lane < PANEL<T>; lane++) {
+                    const Index place = panel - block.panel_begin, key = panel * PANEL<T> + lane;
+                    T* grad = grad_scores.at(place, i - first) + lane;
+                    *grad = plan.sees(i, key) ? differentiate_pair(i, key, added.at(place, i - first)[lane]) : T(0);
+                    if (wants_bias && bias.cached) bias.gradients_of(plan, head).at(panel, i)[lane] += *grad;
+                }
+    }
+
    private:
+    // Adds to the gradients of a query, a key and its value; returns that of their score.
+    T differentiate_pair(Index index, Index key, T score) {
+        const Index head_start = head * ring.size(), row = head_start + ring.row_of(key, padded);
+        const T *q = query + index * padded, *grad = grad_out + index * padded, *k = key_rows + row;
+        const T* v = value_panels + head_start + ring.place[key / LANES<T>] + key % LANES<T>;
+        T grad_weight = -delta[index];
+        score -= lse[index];
+        for (Index i = 0; i < dim; i++) {
+            score += q[i] * k[i];
+            grad_weight += grad[i] * v[i * LANES<T>];
+        }
+        const T weight = power_of_two<T>(broadcast<T>(score))[0], grad_score = weight * grad_weight;
+        add_row<T>(k, dim, grad_score, grad_query + index * padded);
+        add_row<T>(q, dim, grad_score, grad_keys + row);
+        add_row<T>(grad, dim, weight, grad_values + row);
+        return grad_score;
+    }
+
     // Weights and gradients of the scores of the group's queries with the block's keys.
     void recompute(const Block& block) {
         const Index first = plan.tile_start[block.tile_begin], last = plan.tile_start[block.tile_end];

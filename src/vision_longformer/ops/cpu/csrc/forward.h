@@ -89,6 +89,7 @@ class Forward {
             refer_to_own_keys();
             core_.attend();
         }
+        core_.attend_failed();
         write_results();
     }
 
@@ -106,8 +107,9 @@ class Forward {
     // The score of a query's own key as its reference: never too high, because that key always takes part.
     void refer_to_own_keys() {
         const KeySource<S> keys = keys_.after(core_.head);
+        const Index first = problem_->global_tokens + problem_->above * problem_->width;
         for (Index i = 0; i < core_.plan.queries; i++) {
-            const S* key = keys.row(problem_->global_tokens + core_.plan.query_token[i]);
+            const S* key = keys.row(first + core_.plan.query_token[i]);
             const T score =
                 core_.bias.of_own_key(core_.head) + dot_row<S>(key, problem_->dim, core_.query + i * core_.padded);
             core_.reference[i] = score > -T(INFINITY) ? score : T(0);

@@ -62,7 +62,48 @@ struct ForwardCore {
         return fine;
     }
 
+    // Attends anew, one by one, for queries whose sums went wrong. A key that is not finite spoils, beside the queries
+    // that see it, those it is hidden from by a score of -infinity; and a query whose own key has such a score may have
+    // no reference that suits it.
+    void attend_failed() {
+        if (!failed(0, plan.queries)) return;
+        for (Index i = 0; i < plan.queries; i++)
+            if (failed(i, 1) && all_finite(query + i * padded, padded)) attend_alone(i);
+    }
+
    private:
+    bool failed(Index first, Index count) const {
+        bool tiny = false;
+        for (Index i = first; i < first + count; i++) tiny = tiny || sum[i] < TINY;
+        return tiny || !all_finite(result + first * padded, count * padded);
+    }
+
+    // One query and, key by key, what it sees.
+    VL_NOINLINE void attend_alone(Index index) {
+        T *values = result + index * padded, highest = -T(INFINITY);
+        const auto each_seen = [&](auto body) {
+            for (Index key = 0; key < plan.panels * PANEL<T>; key++)
+                if (plan.sees(index, key)) body(key, score_alone(index, key));
+        };
+        each_seen([&](Index, T score) { highest = score > highest ? score : highest; });
+        reference[index] = highest;
+        sum[index] = 0;
+        std::memset(values, 0, sizeof(T) * padded);
+        each_seen([&](Index key, T score) {
+            const T weight = power_of_two<T>(broadcast<T>(score - highest))[0];
+            sum[index] += weight;
+            add_row<T>(value_rows + head * ring.size() + ring.row_of(key, padded), dim, weight, values);
+        });
+    }
+
+    T score_alone(Index index, Index key) {
+        const Index panel = key / PANEL<T>;
+        T score = *(bias.of_block(plan, head, panel, panel + 1, index, index + 1, block_bias).data + key % PANEL<T>);
+        const T* column = key_panels + head * ring.size() + ring.place[key / LANES<T>] + key % LANES<T>;
+        for (Index i = 0; i < dim; i++) score += query[index * padded + i] * column[i * LANES<T>];
+        return score;
+    }
+
     VL_NOINLINE void attend(const Block& block) {
         score(block);
         const Index first = plan.tile_start[block.tile_begin];
@@ -102,8 +143,8 @@ struct ForwardCore {
         });
         const T* panels = key_panels + head * ring.size();
         sums.multiply(query + start * padded, padded, 1, panels + keys[0], panels + keys[1], LANES<T>, dim);
-        Vector<T> highest = sums.sum[0][0];
-        sums.each([&](Vector<T>& score, int, int) VL_LAMBDA { highest = maximum(highest, score); });
+        Vector<T> highest{};  // of all rows, passing over what is not a number: that hides no other row's score
+        sums.each([&](Vector<T>& score, int, int) VL_LAMBDA { highest = maximum(score, highest); });
         if (__builtin_expect(any_above<T>(highest, SLACK), false)) {
             sums.write(weight, PANEL<T>);
             for (int i = 0; i < ROWS; i++) raise_reference(start + i, panel, row + i);

@@ -13,27 +13,52 @@ constexpr Index round_up(Index a, Index b) { return ceiling(a, b) * b; }
 
 constexpr int AXIS_KINDS = 4;
 
-// The blocks before, at and after a chunk, along one axis: the positions first .. first + stored of the map exist, and
+// The blocks before, at and after a chunk, along one axis: the positions first .. first + stored of the keys exist, and
 // `count` positions take part, more than exist only where zero padding is attended to.
 struct AxisBlocks {
     Index first[3], stored[3], count[3];
     // Chunks of one kind (below AXIS_KINDS) have equal counts, so that they share an expanded bias.
     int kind;
+
+    void find_kind(Index chunk, Index chunks, Index window) {
+        const bool full = count[0] == window && count[1] == window && count[2] == window;
+        kind = full ? 1 : chunk == 0 ? 0 : chunk == chunks - 1 ? 3 : 2;
+    }
 };
 
+// Along an axis of `length` queries, whose keys wrap around.
 inline AxisBlocks axis_blocks(Index chunk, Index length, const Problem& problem) {
-    const Index window = problem.window, rule = problem.rule, chunks = ceiling(length, window);
+    const Index window = problem.window, chunks = ceiling(length, window);
     AxisBlocks blocks;
-    bool full = true;
     for (int block = 0; block < 3; block++) {
         const Index unwrapped = chunk + block - 1, source = (unwrapped + chunks) % chunks;
-        const bool inside = unwrapped == source, cyclic = rule == RULE_CYCLIC || rule == RULE_CYCLIC_RELEASE;
+        const bool inside = unwrapped == source;
         blocks.first[block] = source * window;
-        blocks.stored[block] = inside || cyclic ? minimum(window, length - source * window) : 0;
-        blocks.count[block] = !inside && rule == RULE_CYCLIC_RELEASE ? window : blocks.stored[block];
-        full = full && blocks.count[block] == window;
+        blocks.stored[block] = inside || problem.cyclic() ? minimum(window, length - source * window) : 0;
+        blocks.count[block] = !inside && problem.rule == RULE_CYCLIC_RELEASE ? window : blocks.stored[block];
     }
-    blocks.kind = full ? 1 : chunk == 0 ? 0 : chunk == chunks - 1 ? 3 : 2;
+    blocks.find_kind(chunk, chunks, window);
+    return blocks;
+}
+
+inline AxisBlocks column_blocks(Index chunk, const Problem& problem) {
+    return axis_blocks(chunk, problem.width, problem);
+}
+
+// Along the rows of a map, or of a band with more keys to either side.
+inline AxisBlocks row_blocks(Index chunk, const Problem& problem) {
+    if (!problem.banded) return axis_blocks(chunk, problem.height, problem);
+    const Index window = problem.window, chunks = ceiling(problem.height, window);
+    AxisBlocks blocks;
+    for (int block = 0; block < 3; block++) {
+        const Index source = chunk + block - 1, start = minimum(source * window, problem.height);
+        blocks.first[block] = source < 0 ? 0 : problem.above + start;
+        blocks.stored[block] = source < 0         ? problem.above
+                               : source == chunks ? problem.below
+                                                  : minimum(window, problem.height - start);
+        blocks.count[block] = blocks.stored[block];
+    }
+    blocks.find_kind(chunk, chunks, window);
     return blocks;
 }
 
@@ -82,9 +107,8 @@ struct MapTiles {
     static constexpr Index TALL = 2, WIDE = 8, FEWEST = 16;
 
     static MapTiles of(const Problem& problem) {
-        const bool cyclic = problem.rule == RULE_CYCLIC || problem.rule == RULE_CYCLIC_RELEASE;
-        return {AxisTiles(ceiling(problem.height, problem.window), TALL, cyclic),
-                AxisTiles(ceiling(problem.width, problem.window), WIDE, cyclic)};
+        return {AxisTiles(ceiling(problem.height, problem.window), TALL, problem.cyclic() && !problem.banded),
+                AxisTiles(ceiling(problem.width, problem.window), WIDE, problem.cyclic())};
     }
     Index count() const { return rows.count * columns.count; }
 

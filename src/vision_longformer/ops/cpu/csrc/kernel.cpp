@@ -61,7 +61,7 @@ static void sum_shared(const Problem& p, const SharedGradients<T>& shared, Index
         return;
     }
     const Index head = (task - p.heads) / p.batch, batch = (task - p.heads) % p.batch;
-    const Index offset = (batch * (p.global_tokens + p.tokens()) * p.heads + head) * p.dim;
+    const Index offset = (batch * p.key_tokens() * p.heads + head) * p.dim;
     for (Index tile = 0; tile < tiles; tile++)
         for (Index token = 0; token < p.global_tokens; token++) {
             const Index unit = (task - p.heads) * tiles + tile, place = offset + token * p.heads * p.dim;
@@ -81,7 +81,7 @@ static bool run_backward(const Problem& problem) {
     const Index shared_units = problem.batch * problem.heads * tiles.count();
     shared.data = static_cast<T*>(std::malloc(sizeof(T) * (shared_units * shared.size() + 1)));
     if (!shared.data) return false;
-    const Index grad_tokens = problem.batch * (problem.global_tokens + problem.tokens());
+    const Index grad_tokens = problem.batch * problem.key_tokens();
     const Index token_size = problem.heads * problem.dim, tokens_per_task = 1 + 65536 / token_size;
     Team team;
     bool failed = false;

@@ -34,7 +34,7 @@ struct ChunkPlan {
     const Problem* problem;
     AxisBlocks rows, columns;
     Index kind, queries, tiles, panels;  // chunks of one kind differ in tokens only
-    Index *query_token, *query_start;    // per query; tokens count from the first local one
+    Index *query_token, *query_start;    // per query; tokens count from the first query
     Index *tile_start;                   // per micro tile of queries, and the end
     Index *panel_begin, *panel_end;      // per micro tile: the panels its queries see
     Index *key_offset, *key_column;      // per key
@@ -46,7 +46,8 @@ struct ChunkPlan {
     }
     Index largest_group_vectors() const {
         const Index w = problem->window, height = problem->height, width = problem->width;
-        const Index tall = problem->rule == RULE_CYCLIC ? 3 * minimum(w, height) : minimum(3 * w, height);
+        const bool wraps = problem->rule == RULE_CYCLIC && !problem->banded;
+        const Index tall = wraps ? 3 * minimum(w, height) : minimum(3 * w, problem->key_rows());
         const Index keys = problem->rule == RULE_CYCLIC_RELEASE ? 3 * w * w : tall * minimum(w, width);
         return ceiling(keys + problem->global_tokens, LANES<T>);
     }
@@ -62,8 +63,8 @@ struct ChunkPlan {
     }
 
     VL_NOINLINE void build(Index chunk_row, Index chunk_column) {
-        rows = axis_blocks(chunk_row, problem->height, *problem);
-        columns = axis_blocks(chunk_column, problem->width, *problem);
+        rows = row_blocks(chunk_row, *problem);
+        columns = column_blocks(chunk_column, *problem);
         queries = list_queries(columns, query_token);
         const Index new_kind = AXIS_KINDS * rows.kind + columns.kind;
         if (new_kind == kind) return;
@@ -75,12 +76,22 @@ struct ChunkPlan {
         for (Index tile = 0; tile < tiles; tile++) find_visible_panels(tile);
     }
 
+    // Whether a query sees a key, by their numbers in this chunk: what rule `exact` hides and padding it does not.
+    bool sees(Index query, Index key) const {
+        const Index w = problem->window, side = problem->bias_side(), offset = key_offset[key];
+        if (offset < 0) return offset != PADDING;
+        // Rows and columns of query minus key, from query_start and key_offset as they are composed.
+        const Index down = 2 * w - 1 - (query_start[query] % side + offset % side);
+        const Index across = 2 * w - 1 - (query_start[query] / side + offset / side);
+        return problem->rule != RULE_EXACT || (down >= -w && down <= w && across >= -w && across <= w);
+    }
+
     // The tokens of the queries of this chunk or of another in its row, which has `blocks` around it; returns how many.
     Index list_queries(const AxisBlocks& blocks, Index* tokens) const {
         Index* next = tokens;
         for (Index c = 0; c < blocks.stored[1]; c++)
             for (Index a = 0; a < rows.stored[1]; a++)
-                *next++ = (rows.first[1] + a) * problem->width + blocks.first[1] + c;
+                *next++ = (rows.first[1] - problem->above + a) * problem->width + blocks.first[1] + c;
         return next - tokens;
     }
 

@@ -1,4 +1,4 @@
-// What Python hands to the kernel. The structure is mirrored field by field in fused_cpu_library.py.
+// What Python hands to the kernel. The structure is mirrored field by field in library.py.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,16 @@ struct Strides {
     Index batch, token, head;
 };
 
-// Tensors: q, out, grad_out, grad_q (B, N, heads, dim) and k, v (B, G + N, heads, dim), global tokens first, in the
-// data type; grad_k, grad_v (B, G + N, heads, dim), lse (B, heads, N), bias, grad_bias (heads, 4w-1, 4w-1),
+// A whole map of height x width tokens, or a band of chunk rows of a map: then `banded` is 1, rows do not wrap, and the
+// keys have `above` rows before those of the queries, the first ones of the chunk row above, and `below` rows after
+// them, the first ones of the chunk row below.
+//
+// Tensors: q, out, grad_out, grad_q (B, N, heads, dim) and k, v (B, G + K, heads, dim), global tokens first, in the
+// data type; grad_k, grad_v (B, G + K, heads, dim), lse (B, heads, N), bias, grad_bias (heads, 4w-1, 4w-1),
 // global_bias, grad_global_bias (heads, G) in the type of the arithmetic, which is float64 for float64 and float32 for
 // all others. All but q, k, v and grad_out are contiguous. The biases and their gradients may be null.
 struct Problem {
-    Index batch, heads, dim, height, width, window, global_tokens;
+    Index batch, heads, dim, height, width, window, global_tokens, banded, above, below;
     Index rule, neighbours, neighbour_row, neighbour_column, data_type, threads;
     double scale;
     Strides q_strides, k_strides, v_strides, grad_out_strides;
@@ -32,6 +36,9 @@ struct Problem {
     void *grad_q, *grad_k, *grad_v, *grad_bias, *grad_global_bias;
 
     Index tokens() const { return height * width; }
+    Index key_rows() const { return above + height + below; }
+    Index key_tokens() const { return global_tokens + key_rows() * width; }  // G + K
+    bool cyclic() const { return rule == RULE_CYCLIC || rule == RULE_CYCLIC_RELEASE; }
     Index bias_side() const { return 4 * window - 1; }
 };
 

@@ -24,6 +24,8 @@ class KeyRing {
         }
     }
     Index size() const { return zeros_ + vector_size_; }
+    // Where arrays of rows have that of a key of the plan.
+    Index row_of(Index key, Index padded) const { return place[key / LANES<T>] + key % LANES<T> * padded; }
     // Where arrays have a vector of zeros, for padding.
     Index zeros() const { return zeros_; }
 
@@ -80,7 +82,7 @@ struct NextChunk {
         queries = arena.take<Index>(plan.largest_queries());
     }
     void list(const ChunkPlan<T>& plan, Index chunk_column) {
-        const AxisBlocks columns = axis_blocks(chunk_column, plan.problem->width, *plan.problem);
+        const AxisBlocks columns = column_blocks(chunk_column, *plan.problem);
         plan.list_keys(1, columns, keys);
         query_count = plan.list_queries(columns, queries);
     }

@@ -84,7 +84,7 @@ VL_INLINE void keep_in_register(V& value) {
 #endif
 }
 
-// The larger of each pair; where `value` is not a number, so is the result.
+// The larger of each pair; `value` where either is not a number.
 VL_INLINE Vector<float> maximum(Vector<float> bound, Vector<float> value) {
 #if defined(__AVX512F__)
     return (Vector<float>)_mm512_max_ps((__m512)bound, (__m512)value);
@@ -130,6 +130,14 @@ VL_INLINE T sum_of_lanes(Vector<T> value) {
     T result = value[0];
     for (int lane = 1; lane < LANES<T>; lane++) result += value[lane];
     return result;
+}
+
+// Whether none of `count` numbers, whole vectors of them, is infinite or not a number.
+template <class T>
+VL_INLINE bool all_finite(const T* values, Index count) {
+    Vector<T> zeros{};
+    for (Index i = 0; i < count; i += LANES<T>) zeros += load<T>(values + i) * T(0);
+    return sum_of_lanes<T>(zeros) == 0;
 }
 
 // Polynomials for 2**x on -1/2 .. 1/2, highest power first: relative errors 1.1e-7 and 5e-18.

@@ -1,0 +1,227 @@
+"""``vil study`` and ``vil study show``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .output import print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from ..studies.declaration import Study
+    from ..studies.planning import PlannedRun
+    from ..studies.report import Report
+    from ..studies.results import ResultStore
+    from ..studies.runner import Submit
+
+EXECUTORS = ("local", "slurm")
+
+
+def study(
+    name: str | None = None,
+    /,
+    *,
+    scale: str = "small",
+    seeds: int = 3,
+    jobs: int = 2,
+    data: str | None = None,
+    output: str = "studies",
+    executor: str = "local",
+    slurm: str | None = None,
+    fresh: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """Run one of the paper's comparisons, or all: every row of it with several seeds.
+
+    What will be run and what it costs is listed first. Runs that are done are not done again, those that were
+    interrupted resume, one that fails leaves a hole in the table. 'vil study show' prints the results that come with
+    the package.
+
+    Args:
+        name: layer_norm_position, flat_multiscale, pooling, mechanisms, random_shift, relative_absolute, window_global
+            or rules; a .yaml file of your own; all of them by default.
+        scale: small, for minutes on a CPU; imagenet or coco, the paper's recipes.
+        seeds: runs of each row.
+        jobs: runs at a time; the processor's threads are divided among them.
+        data: CIFAR-10 (cifar10.npz by default), ImageNet or COCO; the built-in garments need none.
+        output: folder of the runs and their results.
+        executor: local, or slurm for the jobs of a cluster.
+        slurm: what the jobs of a cluster ask for, as in slurm_partition=gpu,gpus_per_node=8,tasks_per_node=8.
+        fresh: do again what comes with the package as a result.
+        dry_run: list what would be run and its cost, and stop.
+    """
+    from ..errors import check_choice
+    from ..studies.planning import plan
+    from ..studies.runner import open_store
+
+    check_choice("executor", executor, EXECUTORS)
+    if slurm is not None and executor != "slurm":
+        raise ValueError("--slurm is for --executor slurm")
+    store, folder = open_store(Path(output), scale, fresh=fresh), Path(output)
+    complete = True
+    for one in _find_studies(name, scale):
+        runs = plan(one, scale, seeds, store)
+        _print_plan(one, scale, runs, store, data, jobs)
+        if dry_run:
+            continue
+        try:
+            with _executor(executor, slurm, jobs, folder) as submit:
+                parent = os.getpid() if executor == "local" else None
+                complete &= _run(one, scale, runs, store, folder, submit, data, parent)
+        except KeyboardInterrupt:
+            print(f"interrupted; the same command resumes what is in {output}", file=sys.stderr)
+            raise
+    if not complete:
+        raise SystemExit(1)
+
+
+def study_show(
+    name: str | None = None, /, *, scale: str = "small", output: str | None = None, json: bool = False
+) -> None:
+    """Print the table of a study from the results that come with the package.
+
+    Args:
+        name: a study; all that have results by default.
+        scale: small, imagenet or coco.
+        output: a folder of 'vil study', whose results are shown, too.
+        json: print JSON.
+    """
+    from ..studies.report import report
+    from ..studies.results import STORED, ResultStore, comment
+
+    store = ResultStore.read([STORED, *([Path(output)] if output else [])], scale)
+    tables = [report(one, scale, store) for one in _find_studies(name, scale)]
+    if name is None:
+        tables = [table for table in tables if any(row.runs for row in table.rows)]
+    if json:
+        print_json([table.to_dict() for table in tables])
+        return
+    for table in tables:
+        _print_report(table)
+        if comment(table.study.name):
+            print_line("\n" + comment(table.study.name))
+
+
+def _find_studies(name: str | None, scale: str) -> list[Study]:
+    """The one that is named, or all that have a scale."""
+    from ..errors import check_choice
+    from ..studies.catalogue import STUDY_NAMES, find_study
+    from ..studies.declaration import SCALES
+
+    check_choice("scale", scale, SCALES)
+    if name is None:
+        return [one for one in map(find_study, STUDY_NAMES) if scale in one.scales]
+    one = find_study(name)
+    one.check_scale(scale)
+    return [one]
+
+
+def _print_plan(
+    study: Study, scale: str, runs: Sequence[PlannedRun], store: ResultStore, data: str | None, jobs: int
+) -> None:
+    """Rows with what a run of each costs, and what is to be done."""
+    from ..studies.planning import study_costs
+    from ..training.callbacks import counted, duration
+
+    print_line(f"{study.name}: {study.about}")
+    costs = study_costs(study, scale, store, data)
+    cells, total, unknown = [], 0.0, 0
+    for row in study.rows:
+        own = [run for run in runs if run.row is row]
+        due = sum(run.is_due for run in own)
+        if own[0].problem:
+            cells.append([row.name, "–", "–", "–", "–", "cannot be run"])
+            continue
+        cost = costs[row.name]
+        time_text = cost.how if cost.seconds is None else f"{duration(cost.seconds)} ({cost.how})"
+        done = len(own) - due
+        todo = (f"{due} to run" + (f", {done} done" if done else "")) if due else "done"
+        numbers = [
+            f"{cost.parameters / 1e6:.2f}",
+            f"{cost.macs / 1e6:,.1f}",
+            f"{cost.flops / 1e15:,.{0 if cost.flops > 1e17 else 4}f}",
+        ]
+        cells.append([row.name, *numbers, time_text, todo])
+        total, unknown = total + due * (cost.seconds or 0), unknown + due * (cost.seconds is None)
+    columns = ("row", "M parameters", "M MACs per image", "PFLOP of training", "one run", "runs")
+    print_table("", columns, cells)
+    for run in runs:
+        if run.problem and run.seed == 0:
+            print_line(f"{run.row.name} cannot be run: {run.problem}")
+    due = sum(run.is_due for run in runs)
+    expected = f", about {duration(total / jobs)} with {counted(jobs, 'run')} at a time" if due and not unknown else ""
+    print_line(f"{counted(due, 'run')} to do of {len(runs)}{expected}\n")
+
+
+@contextmanager
+def _executor(name: str, options: str | None, jobs: int, folder: Path) -> Iterator[Submit]:
+    from ..studies.runner import local_executor, slurm_executor
+    from ..training.recipe import parse_values
+
+    if name == "local":
+        with local_executor(jobs) as submit:
+            yield submit
+        return
+    pairs = [pair.partition("=") for pair in (options or "").split(",") if pair]
+    for key, equals, _ in pairs:
+        if not equals:
+            raise ValueError(f"--slurm has {key!r}; write NAME=VALUE, separated by commas")
+    values = parse_values({key.strip(): value for key, _, value in pairs})
+    yield slurm_executor(folder / "slurm", {"slurm_array_parallelism": jobs, **values})
+
+
+def _run(
+    study: Study,
+    scale: str,
+    runs: Sequence[PlannedRun],
+    store: ResultStore,
+    folder: Path,
+    submit: Submit,
+    data: str | None,
+    parent: int | None,
+) -> bool:
+    """Run what is due, with a line for each, and print the table; whether it has no holes."""
+    from ..files import write_json
+    from ..studies.planning import missing_data
+    from ..studies.plots import draw
+    from ..studies.report import measure_title, report
+    from ..studies.runner import run_study
+    from ..training.callbacks import duration
+
+    due, failures, start = sum(run.is_due for run in runs), {}, time.monotonic()
+    problem = missing_data(study, scale, data) if due else ""
+    if problem:
+        failures = {run.row.name: problem for run in runs if run.is_due}
+        runs = []
+    outcomes = run_study(study, scale, runs, output=folder, submit=submit, store=store, data=data, parent=parent)
+    for number, outcome in enumerate(outcomes, 1):
+        if outcome.result is None:
+            failures[outcome.run.row.name] = text = f"seed {outcome.run.seed}: {outcome.failure}"
+        else:
+            metrics = outcome.result.metrics
+            text = ", ".join(f"{measure_title(name)} {metrics[name]:.2f}%" for name in study.measures)
+        left = (time.monotonic() - start) / number * (due - number)
+        print_line(f"{outcome.run.title}: {text}  ({number} of {due}, {duration(left)} left)")
+        sys.stdout.flush()
+    table = report(study, scale, store, failures)
+    _print_report(table)
+    own = folder / scale / study.name
+    write_json(own / "table.json", table.to_dict())
+    if any(row.runs for row in table.rows):
+        draw(table, own / "plot.png")
+    print_line(f"wrote {own}/table.json" + (", plot.png" if (own / "plot.png").exists() else "") + "\n")
+    return not table.holes
+
+
+def _print_report(table: Report) -> None:
+    from ..studies.report import notes, table_cells, table_columns
+
+    print_line(f"{table.study.name}, {table.scale} scale: {table.study.about}; {table.study.table}")
+    print_table("", table_columns(table.study), [table_cells(table, row) for row in table.rows])
+    for line in notes(table):
+        print_line(line)

@@ -1,0 +1,204 @@
+"""From an image to files: a streamed pass whose maps are written as zarr or NumPy arrays, with a picture."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..files import atomic_folder, atomic_write
+from ..models.vision_longformer import VisionLongformer
+from .memory import Work, format_bytes
+from .reading import LargeImage
+from .storage import remove_tokens, token_file_bytes
+from .stream import Progress, Streamed, stream
+
+CHUNK = 64
+"""Height and width of a zarr array's chunks, which hold all numbers of their tokens."""
+
+PICTURE = 512
+"""Tokens along the longer side of a picture at most; every n-th one of larger maps is drawn."""
+
+WRITTEN = np.dtype(np.float32)
+"""What maps are written as, also if tokens were stored as bfloat16, which NumPy has no name for."""
+
+
+def encode(
+    model: VisionLongformer,
+    image: LargeImage,
+    output: str | Path,
+    *,
+    stages: Sequence[int],
+    memory: str | int = "4GB",
+    storage: str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    mean: Sequence[float],
+    std: Sequence[float],
+    attributes: Mapping[str, Any],
+    overwrite: bool = False,
+    progress: Callable[[Progress], None] = lambda progress: None,
+) -> Streamed:
+    """Stream an image through a model, and write the maps of some stages, (height, width, dim) in float32.
+
+    Args:
+        output: ``NAME.zarr``, a group with an array ``stage3`` for each stage; ``NAME.npy`` for one stage; or a folder
+            of ``stage3.npy``. What a zarr group has as attributes, ``NAME.json`` beside the array, or
+            ``attributes.json`` in the folder, has, too. ``NAME.png`` beside the output shows the last of the stages.
+        stages: counted from 0.
+        storage: a folder for tokens, from which a run that ended early is resumed; emptied when the output is written.
+        attributes: what to store, beside stride and origin of the maps, and the image's logits and features.
+
+    The output appears when it is whole. See :func:`stream` for the other arguments.
+    """
+    output = Path(output)
+    check_output(output, stages, overwrite)
+    work = Work(
+        model.config, len(model.stages), image.shape[:2], dtype, torch.float32, tuple(stages), in_memory=storage is None
+    )
+    _check_room(output, work, None if storage is None else Path(storage))
+    streamed = stream(
+        model, image, memory=memory, storage=storage, dtype=dtype, maps=stages, mean=mean, std=std, progress=progress
+    )
+    maps = {f"stage{stage + 1}": streamed.maps[stage] for stage in stages}
+    strides = [prod(stage.patch for stage in model.config.stages[: number + 1]) for number in stages]
+    places = {name: {"stride": stride, "origin": [0, 0]} for name, stride in zip(maps, strides, strict=True)}
+    logits = streamed.logits.tolist() if model.num_classes else []
+    common = {**attributes, "logits": logits, "features": streamed.features.tolist()}
+    _write(output, maps, places, common, overwrite)
+    draw_map(maps[f"stage{max(stages) + 1}"], picture_path(output), overwrite=overwrite)
+    if storage is not None:
+        remove_tokens(Path(storage))
+    return streamed
+
+
+# Before
+
+
+def check_output(output: Path, stages: Sequence[int], overwrite: bool = False) -> None:
+    """Refuse an output that cannot be written, before anything is computed."""
+    if not stages:
+        raise ValueError("no stages are asked for; name one at least")
+    if output.suffix == ".npy" and len(stages) > 1:
+        raise ValueError(f"{output} holds one map, but {len(stages)} are asked for; give a folder, or a name in .zarr")
+    if output.suffix == ".zarr" and find_spec("zarr") is None:
+        raise ValueError(f"{output} needs the package zarr; install it with: pip install 'vision-longformer[large]'")
+    for path in (output, picture_path(output), *([output.with_suffix(".json")] if output.suffix == ".npy" else [])):
+        if path.exists() and not overwrite:
+            raise FileExistsError(f"{path} exists; choose another output, or replace it with --overwrite")
+
+
+def picture_path(output: Path) -> Path:
+    """The PNG beside an output, with its name."""
+    name = output.stem if output.suffix in (".zarr", ".npy") else output.name
+    return output.with_name(f"{name}.png")
+
+
+def _check_room(output: Path, work: Work, storage: Path | None) -> None:
+    """Refuse to start what the disks cannot hold: the output, and the tokens where they are on the same disk."""
+    parent = _existing(output.parent)
+    needed = sum(work.grids[stage].tokens * work.config.stages[stage].dim for stage in work.kept) * WRITTEN.itemsize
+    free = shutil.disk_usage(parent).free
+    if storage is not None and _existing(storage).stat().st_dev == parent.stat().st_dev:
+        needed += work.disk_bytes()
+        free += token_file_bytes(storage)
+    if needed > free:
+        raise OSError(
+            f"{output} needs {format_bytes(needed)} on its disk while it is made, but {format_bytes(free)} are free; "
+            "use another disk, or ask for fewer stages"
+        )
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+# After
+
+
+def _write(
+    output: Path,
+    maps: Mapping[str, Tensor],
+    places: Mapping[str, Mapping[str, Any]],
+    attributes: Mapping[str, Any],
+    overwrite: bool,
+) -> None:
+    """Maps with their places, and the attributes of all, by the kind of output."""
+    if output.suffix == ".npy":
+        ((name, tensor),) = maps.items()
+        _write_json(output.with_suffix(".json"), {**attributes, **places[name]}, overwrite)
+        with atomic_write(output, overwrite=overwrite) as path:
+            _write_npy(path, tensor)
+        return
+    with atomic_folder(output, overwrite=overwrite) as folder:
+        if output.suffix == ".zarr":
+            _write_zarr(folder, maps, places, attributes)
+            return
+        for name, tensor in maps.items():
+            _write_npy(folder / f"{name}.npy", tensor)
+        _write_json(folder / "attributes.json", {**attributes, "maps": places}, overwrite)
+
+
+def _write_zarr(
+    folder: Path,
+    maps: Mapping[str, Tensor],
+    places: Mapping[str, Mapping[str, Any]],
+    attributes: Mapping[str, Any],
+) -> None:
+    import zarr
+
+    group = zarr.create_group(folder, attributes=dict(attributes))
+    for name, tensor in maps.items():
+        chunks = (CHUNK, CHUNK, tensor.shape[2])
+        array = group.create_array(
+            name, shape=tuple(tensor.shape), chunks=chunks, dtype=WRITTEN, attributes=dict(places[name])
+        )
+        _copy(tensor, array)
+
+
+def _write_npy(path: Path, tensor: Tensor) -> None:
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=WRITTEN, shape=tuple(tensor.shape))
+    _copy(tensor, array)
+    array.flush()
+
+
+def _copy(tensor: Tensor, array: Any) -> None:
+    """Some rows at a time, so that memory does not hold the map twice."""
+    for start in range(0, len(tensor), CHUNK):
+        array[start : start + CHUNK] = tensor[start : start + CHUNK].float().numpy()
+
+
+def _write_json(path: Path, data: Mapping[str, Any], overwrite: bool) -> None:
+    with atomic_write(path, overwrite=overwrite) as temporary:
+        temporary.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def draw_map(tensor: Tensor, path: Path, *, overwrite: bool = False) -> None:
+    """A map (height, width, dim) as a PNG: the first three principal components of its tokens are red, green and blue.
+
+    The darkest and brightest hundredth of each colour are cut off.
+    """
+    step = -(-max(tensor.shape[:2]) // PICTURE)
+    tokens = tensor[::step, ::step].double()
+    flat = tokens.flatten(0, 1) - tokens.flatten(0, 1).mean(0)
+    directions = torch.linalg.eigh(flat.T @ flat).eigenvectors.flip(1)[:, :3]
+    largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
+    components = flat @ (directions * largest.sign())  # the sign of an eigenvector is arbitrary
+    low, high = components.quantile(torch.tensor([0.01, 0.99], dtype=torch.float64), 0)
+    least = 1e-4 * float((high - low).max()) or 1.0  # what varies less is rounding
+    levels = ((components - low) / (high - low).clamp(min=least)).clamp(0, 1)
+    colours = torch.zeros(len(levels), 3, dtype=torch.uint8)
+    colours[:, : levels.shape[1]] = (levels * 255).round().to(torch.uint8)
+    picture = Image.fromarray(colours.view(*tokens.shape[:2], 3).numpy())
+    scale = max(1, PICTURE // max(picture.size))
+    picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+    with atomic_write(path, overwrite=overwrite) as temporary:
+        picture.save(temporary, format="png")

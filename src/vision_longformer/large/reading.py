@@ -1,0 +1,264 @@
+"""Images of which rows are read when they are needed: arrays, TIFF, zarr and NumPy files, and photos decoded whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..data.images import ImageError, decode_image
+from ..errors import check_at_least, first_line
+from ..geometry import ceil_div
+
+TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+"""First bytes of TIFF and BigTIFF files, whatever they are called: OME-TIFF, SVS, NDPI and others are TIFF, too."""
+
+TIFF_LAYOUTS = ("YX", "YXS", "SYX", "CYX")
+"""Axes of one image, axes of length 1 left out: rows, columns, and channels as samples of a pixel or as planes."""
+
+COLOURS = {1: "grey", 2: "RGB", 6: "YCbCr, which decoders turn into RGB"}
+"""TIFF's photometric interpretations whose numbers are brightnesses."""
+
+ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
+"""One of these is in every zarr folder."""
+
+
+class LargeImage:
+    """An image (height, width, channels) that is sliced by rows, of which only these are read.
+
+    Grey images have their channel repeated for models of three. ``file``: what errors name, and what must stay as it
+    is while it is read.
+    """
+
+    def __init__(self, rows: Any, channels: int, file: Path | None = None) -> None:
+        self._rows, self._file, self._stamp = rows, file, _stamp(file)
+        self._name = "the image" if file is None else str(file)
+        shape = tuple(rows.shape)
+        if len(shape) not in (2, 3):
+            raise ValueError(
+                f"{self._name} is of shape {shape}; it must be (height, width) or (height, width, channels)"
+            )
+        given = shape[2] if len(shape) == 3 else 1
+        if given not in (1, channels):
+            raise ValueError(f"{self._name} is of shape {shape}, with {given} channels; the model takes {channels}")
+        dtype = getattr(rows, "dtype", np.uint8)  # if it does not say, its rows will
+        if np.dtype(dtype).kind != "f" and dtype not in (np.uint8, np.uint16):
+            raise ValueError(f"{self._name} is of {dtype}; give uint8, uint16 or floating-point numbers")
+        self.shape = *shape[:2], channels
+
+    @property
+    def identity(self) -> str:
+        """The file with its size and time, so that a run is not resumed with another one."""
+        return "" if self._file is None else f"{self._file.resolve()} {self._stamp}"
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        """Some rows, (n, width, channels)."""
+        first, last, _ = rows.indices(self.shape[0])
+        where = f"{self._name} at rows {first} to {last - 1}"
+        try:
+            part = np.asarray(self._rows[first:last])
+        except MemoryError:
+            raise
+        except Exception as error:  # decoders of damaged files raise nearly anything
+            self._check_unchanged(where)
+            raise ImageError(f"{where} cannot be read: {first_line(error)}") from error
+        self._check_unchanged(where)
+        part = part.astype(part.dtype.newbyteorder("="), copy=False).reshape(*part.shape[:2], -1)
+        return np.broadcast_to(part, (len(part), *self.shape[1:]))
+
+    def _check_unchanged(self, where: str) -> None:
+        if _stamp(self._file) != self._stamp:
+            raise ImageError(f"{where} cannot be read: the file has changed meanwhile; start again when it is complete")
+
+
+def _stamp(file: Path | None) -> tuple[int, int] | None:
+    """Size and time of a file; a file that is gone has none."""
+    if file is None or not file.exists():
+        return None
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def open_image(source: Any, channels: int = 3, *, level: int = 0, allow_large: bool = False) -> LargeImage:
+    """An image for a model of so many ``channels``, read by rows.
+
+    Args:
+        source: a TIFF, zarr, .npy, JPEG or PNG file, or anything with ``shape`` and slicing by rows: (height, width,
+            channels), or (height, width) for grey.
+        level: of a pyramid, 0 for the largest image.
+        allow_large: decode JPEG and PNG of more pixels than ``data.images`` allows. They are decoded whole.
+    """
+    if not isinstance(source, str | Path):
+        return LargeImage(source, channels)
+    path = Path(source)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no image file {path}")
+    check_at_least("level", level, 0)
+    try:
+        return LargeImage(_open(path, channels, level, allow_large), channels, path)
+    except (ValueError, MemoryError):
+        raise
+    except Exception as error:  # as above
+        raise ImageError(f"{path} cannot be read as an image: {first_line(error)}") from error
+
+
+def is_zarr(path: Path) -> bool:
+    """Whether a folder is zarr's."""
+    return any((path / name).exists() for name in ZARR_FILES)
+
+
+def _open(path: Path, channels: int, level: int, allow_large: bool) -> Any:
+    """The rows of a file, by what it is."""
+    if is_zarr(path):
+        return _open_zarr(path, level)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, but not one of zarr; give an image file")
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start in TIFF_STARTS:
+        return TiffRows(path, level)
+    if level:
+        raise ValueError(f"{path} is no pyramid; level is {level}, it must be 0")
+    if path.suffix == ".npy":
+        return np.load(path, mmap_mode="r")
+    image = decode_image(path, allow_large=allow_large)
+    return np.asarray(image.convert("L") if channels == 1 else image)
+
+
+def _open_zarr(path: Path, level: int) -> Any:
+    """An array; of a group, such as an OME-Zarr's, the array that is called by the number of the level."""
+    opened = _package("zarr", path).open(path, mode="r")
+    if hasattr(opened, "shape") and not level:
+        return opened
+    names = [] if hasattr(opened, "shape") else sorted(opened.array_keys())
+    if str(level) not in names:
+        raise ValueError(f"{path} has no level {level}; its arrays are {', '.join(names) or 'one, of level 0'}")
+    return opened[str(level)]
+
+
+def _package(name: str, path: Path) -> ModuleType:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"{path} needs the package {name}; install it with: pip install 'vision-longformer[large]'"
+        ) from None
+
+
+class _Plane(NamedTuple):
+    """What one or all channels of a TIFF are stored in: a page, or one of its planes."""
+
+    page: Any
+    number: int
+
+
+class TiffRows:
+    """Rows of a TIFF, BigTIFF or OME-TIFF. Only tiles or strips that rows touch are decoded, and those that the next
+    rows may touch, too, are kept."""
+
+    def __init__(self, path: Path, level: int) -> None:
+        tifffile = _package("tifffile", path)
+        try:
+            self._file = tifffile.TiffFile(path)
+            levels = self._file.series[0].levels
+        except Exception as error:
+            raise ImageError(f"{path} cannot be read as TIFF: {first_line(error)}") from error
+        if level >= len(levels):
+            sizes = ", ".join("×".join(map(str, each.get_shape(squeeze=True))) for each in levels)
+            raise ValueError(f"{path} has levels 0 to {len(levels) - 1} ({sizes}); level is {level}")
+        self._planes = _planes(path, levels[level], tifffile.TIFF.DECOMPRESSORS)
+        page = self._planes[0].page.keyframe
+        samples = page.samplesperpixel if page.planarconfig == 1 else 1
+        self.shape = page.imagelength, page.imagewidth, samples * len(self._planes)
+        self.dtype = np.dtype(page.dtype)
+        self._decoded: dict[tuple[int, int], np.ndarray] = {}
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        parts = [self._read(number, rows.start, rows.stop) for number in range(len(self._planes))]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
+
+    def _read(self, number: int, start: int, stop: int) -> np.ndarray:
+        """Rows of a plane, (n, width, samples)."""
+        page = self._planes[number].page.keyframe
+        samples = self.shape[2] // len(self._planes)
+        if page.is_contiguous:
+            return self._read_stored(self._planes[number], start, stop, samples)
+        part = np.empty((stop - start, self.shape[1], samples), self.dtype)
+        needed: dict[tuple[int, int], np.ndarray] = {}
+        for top, left, index in _segments(self._planes[number], start, stop):
+            key = number, index
+            tile = self._decoded[key] if key in self._decoded else self._decode(self._planes[number], index)
+            tile = tile[:, : self.shape[1] - left]
+            if top + len(tile) > stop:
+                needed[key] = tile
+            first, last = max(start, top), min(stop, top + len(tile))
+            part[first - start : last - start, left : left + tile.shape[1]] = tile[first - top : last - top]
+        self._decoded = {key: tile for key, tile in self._decoded.items() if key[0] != number} | needed
+        return part
+
+    def _read_stored(self, plane: _Plane, start: int, stop: int, samples: int) -> np.ndarray:
+        """Rows of numbers that are not compressed and lie one after the other in the file."""
+        row = self.shape[1] * samples * self.dtype.itemsize
+        data = self._bytes(
+            plane.page.dataoffsets[0] + (plane.number * self.shape[0] + start) * row, (stop - start) * row
+        )
+        stored = self.dtype.newbyteorder(self._file.byteorder)
+        return np.frombuffer(data, stored).reshape(stop - start, self.shape[1], samples)
+
+    def _decode(self, plane: _Plane, index: int) -> np.ndarray:
+        """A tile or strip, (height, width, samples), perhaps with what lies beyond the image."""
+        page = plane.page
+        count = page.databytecounts[index]
+        data = self._bytes(page.dataoffsets[index], count) if count else None
+        tables = {"jpegtables": page.jpegtables, "jpegheader": page.jpegheader} if page.compression in (6, 7) else {}
+        tile, _, (_, height, width, samples) = page.decode(data, index, **tables)
+        if tile is None:  # nothing is stored
+            return np.full((height, width, samples), page.nodata, self.dtype)
+        return tile[0]
+
+    def _bytes(self, offset: int, count: int) -> bytes:
+        self._file.filehandle.seek(offset)
+        data = self._file.filehandle.read(count)
+        if len(data) < count:
+            raise ImageError("the file ends too early")
+        return data
+
+
+def _planes(path: Path, level: Any, decompressors: Any) -> list[_Plane]:
+    """The planes of an image, after a check that it can be decoded."""
+    axes = level.get_axes(squeeze=True)
+    pages = [page for page in level.pages if page is not None]
+    if axes not in TIFF_LAYOUTS or not pages:
+        raise ValueError(f"{path} has axes {axes}; one image is asked for, with axes {', '.join(TIFF_LAYOUTS)}")
+    key = pages[0].keyframe
+    if key.compression not in decompressors:
+        name = getattr(key.compression, "name", "unknown")
+        raise ImageError(
+            f"{path} has compression {int(key.compression)} ({name}), which cannot be decoded; perhaps it needs the "
+            "package imagecodecs: pip install 'vision-longformer[large]'"
+        )
+    if key.photometric not in COLOURS:
+        raise ValueError(
+            f"{path} has numbers of kind {getattr(key.photometric, 'name', key.photometric)}; save it as grey or RGB"
+        )
+    separate = key.samplesperpixel if key.planarconfig == 2 else 1
+    planes = [_Plane(page, index) for page in pages for index in range(separate)]
+    channels = 1 if axes == "YX" else level.get_shape(squeeze=True)[axes.index("S" if "S" in axes else "C")]
+    if len(planes) * (key.samplesperpixel // separate) != channels:
+        raise ValueError(f"{path} stores {channels} channels in {len(planes)} planes; save it with all in one page")
+    return planes
+
+
+def _segments(plane: _Plane, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """First row, first column and number of each tile or strip that rows touch."""
+    page = plane.page.keyframe
+    height = page.tilelength if page.is_tiled else page.rowsperstrip
+    width = page.tilewidth if page.is_tiled else page.imagewidth
+    across, down = ceil_div(page.imagewidth, width), ceil_div(page.imagelength, height)
+    for row in range(start // height, ceil_div(stop, height)):
+        for column in range(across):
+            yield row * height, column * width, (plane.number * down + row) * across + column

@@ -1,0 +1,88 @@
+"""OpenVINO's files: what is in them, and that they compute the same; int8 is in ``test_quantise.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openvino
+import pytest
+import torch
+from builders import small_config
+from torch import Tensor, nn
+from torch.export import Dim
+
+from vision_longformer import VisionLongformer
+from vision_longformer.classification.export import export_model
+from vision_longformer.errors import CheckpointError
+from vision_longformer.export import export_verified, load_exported
+from vision_longformer.export.quantise import quantise
+from vision_longformer.export.runtime import file_bytes
+from vision_longformer.models.config import Longformer
+
+METADATA = {"format": "vision_longformer_export/1", "kind": "toy", "size": [2, 3], "about": '<"trees"> & 1e5'}
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return images * self.factor, images.sum(1)
+
+
+def _export_scale(path: Path) -> Path:
+    shapes = ({0: Dim("batch", min=1)},)
+    names = {"input_names": ["images"], "output_names": ["scaled", "sums"], "dynamic_shapes": shapes}
+    export_verified(Scale().eval(), [(torch.ones(2, 3),)], path, format="openvino", metadata=METADATA, **names)
+    return path
+
+
+@pytest.fixture(scope="module")
+def scale(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _export_scale(tmp_path_factory.mktemp("openvino") / "scale.xml")
+
+
+def test_what_is_in_a_file(scale: Path) -> None:
+    """Names, metadata and an open batch; the weights in a file beside it, and nothing else."""
+    assert sorted(file.name for file in scale.parent.iterdir()) == ["scale.bin", "scale.xml"]
+    model = openvino.Core().read_model(scale)
+    assert [one.any_name for one in (*model.inputs, *model.outputs)] == ["images", "scaled", "sums"]
+    assert model.input().partial_shape.to_string() == "[?,3]"
+    exported = load_exported(scale)
+    assert exported.metadata == METADATA
+    scaled, sums = exported(torch.tensor([[1.0, 1.0, 2.0]]))
+    assert (scaled.tolist(), sums.tolist()) == ([[1.0, 2.0, 6.0]], [4.0])
+    assert file_bytes(scale) == scale.stat().st_size + scale.with_suffix(".bin").stat().st_size
+
+
+def test_files_that_are_refused(scale: Path, tmp_path: Path) -> None:
+    (tmp_path / "alone.xml").write_bytes(scale.read_bytes())
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*alone\.bin"):
+        load_exported(tmp_path / "alone.xml")
+    foreign = openvino.Core().read_model(scale)
+    foreign.set_rt_info("{}", ["vision_longformer", "metadata"])
+    openvino.save_model(foreign, tmp_path / "foreign.xml")
+    with pytest.raises(CheckpointError, match=r"foreign\.xml was not written by 'vil export'"):
+        load_exported(tmp_path / "foreign.xml")
+    with pytest.raises(ValueError, match=r"scale\.xml is a file of OpenVINO, .* use --to int8, or \.onnx"):
+        quantise(scale, "bf16")
+    with pytest.raises(ValueError, match=r"int8 in OpenVINO needs images .* give --data DATA"):
+        quantise(scale, "int8")
+
+
+def test_neither_file_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "scale.bin").write_bytes(b"other")
+    with pytest.raises(FileExistsError, match=r"scale\.bin exists"):
+        _export_scale(tmp_path / "scale.xml")
+    assert (tmp_path / "scale.bin").read_bytes() == b"other"
+
+
+@pytest.mark.slow
+def test_a_classifier_for_any_size(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = small_config(Longformer(window=2), Longformer(window=2), position="relative", img_size=(28, 28))
+    model = VisionLongformer(config).eval()
+    exported = export_model(model, tmp_path / "model.xml", format="openvino", dynamic=True)
+    assert [one.shape[2:] for one in exported.differences] == [(28, 28), (29, 40), (80, 60), (4, 4)]
+    assert max(one.difference for one in exported.differences) < 1e-5

@@ -1,0 +1,237 @@
+"""``vil encode``: maps in files against the model's own, runs that are killed, and what is refused before a run."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_stream import longformer, model_of, plain
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import Tensor
+
+from vision_longformer import save
+from vision_longformer.cli.encode import parse_stages
+from vision_longformer.cli.main import main
+from vision_longformer.files import atomic_folder
+from vision_longformer.large.encode import draw_map
+
+zarr = pytest.importorskip("zarr")
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (41, 27, 3), dtype=np.uint8)
+MODEL = model_of(longformer(rule="cyclic", num_classes=3), torch.float32)
+GIVEN = {"image.png", "model.safetensors"}
+USAGE = namedtuple("USAGE", "total used free")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with an image and a checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    Image.fromarray(PIXELS).save("image.png")
+    save(MODEL, "model.safetensors")
+    return tmp_path
+
+
+def encode(*argv: str) -> None:
+    main(["encode", "model.safetensors", "image.png", *argv])
+
+
+def expected() -> tuple[Tensor, Tensor, list[Tensor]]:
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    return plain(MODEL, (torch.from_numpy(PIXELS).permute(2, 0, 1) / 255 - mean) / std)
+
+
+def close(got: Any, wanted: Tensor) -> bool:
+    assert got.dtype == np.float32
+    return bool((torch.from_numpy(np.asarray(got)) - wanted).abs().max() <= 1e-5 * wanted.abs().max())
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        encode(*argv)
+    return capsys.readouterr().err.removeprefix("vil: ").strip()
+
+
+@pytest.mark.parametrize("storage", [[], ["--storage", "tokens"]], ids=["memory", "files"])
+def test_zarr_holds_the_models_maps(folder: Path, capsys: pytest.CaptureFixture[str], storage: list[str]) -> None:
+    encode("--output", "features.zarr", "--stages", "1,2", *storage)
+    logits, features, maps = expected()
+    group = zarr.open(folder / "features.zarr", mode="r")
+    assert close(group["stage1"], maps[0])
+    assert close(group["stage2"], maps[1])
+    assert dict(group["stage1"].attrs) == {"stride": 2, "origin": [0, 0]}
+    assert dict(group["stage2"].attrs) == {"stride": 4, "origin": [0, 0]}
+    assert group.attrs["normalisation"] == {"mean": list(IMAGENET_DEFAULT_MEAN), "std": list(IMAGENET_DEFAULT_STD)}
+    assert (group.attrs["model"], group.attrs["image"], group.attrs["level"]) == ("model.safetensors", "image.png", 0)
+    assert close(np.float32(group.attrs["logits"]), logits)
+    assert close(np.float32(group.attrs["features"]), features)
+    assert {path.name for path in folder.iterdir()} == GIVEN | {"features.zarr", "features.png"}
+    output = capsys.readouterr().out
+    assert "stage 2: 11×7 tokens of 8" in output
+    assert f"{100 * logits.softmax(0).max():.2f}" in output
+    assert Image.open("features.png").size == (7 * 46, 11 * 46)
+
+
+def test_numpy_arrays(folder: Path) -> None:
+    _, _, maps = expected()
+    encode("--output", "last.npy")
+    assert close(np.load("last.npy"), maps[1])
+    assert json.loads(Path("last.json").read_text())["stride"] == 4
+    encode("--output", "deep/both", "--stages", "2,1", "--dtype", "bfloat16")
+    assert {path.name for path in Path("deep/both").iterdir()} == {"stage1.npy", "stage2.npy", "attributes.json"}
+    assert Path("deep/both.png").exists()
+    assert np.abs(np.load("deep/both/stage2.npy") - maps[1].numpy()).max() < 0.03 * maps[1].abs().max()
+    assert json.loads(Path("deep/both/attributes.json").read_text())["maps"]["stage1"]["stride"] == 2
+
+
+def test_a_named_model_has_random_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["encode", "vision_longformer_nano", "image.png", "--output", "x.npy"])
+    assert "vision_longformer_nano is not trained: its weights are random" in capsys.readouterr().out
+    assert np.load("x.npy").shape == (3, 2, 128)
+    assert json.loads(Path("x.json").read_text())["logits"] == []
+
+
+def test_nothing_is_overwritten_silently(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for output, existing in [("a.zarr", "a.zarr"), ("b.npy", "b.json"), ("c", "c.png")]:
+        Path(existing).write_text("mine")
+        sentence = mistake(capsys, "--output", output)
+        assert sentence == f"{existing} exists; choose another output, or replace it with --overwrite"
+        assert Path(existing).read_text() == "mine"
+        encode("--output", output, "--overwrite")
+        encode("--output", output, "--overwrite")
+        assert Path(existing).is_dir() or Path(existing).read_bytes() != b"mine"
+
+
+def test_refused_before_the_run(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = ("--output", "x.zarr", "--stages", "1,2")
+    assert "x.npy holds one map, but 2 are asked for" in mistake(capsys, "--output", "x.npy", "--stages", "1,2")
+    assert "stages is '5'; write numbers from 1 to 2" in mistake(capsys, "--output", "x.npy", "--stages", "5")
+    assert "unknown dtype 'float8'" in mistake(capsys, "--output", "x.npy", "--dtype", "float8")
+    too_small = mistake(capsys, *both, "--memory", "1KB")
+    assert re.match(r"memory='1KB' is too small for an image of 41×27; it needs \d+MB at least", too_small)
+    assert "nothing; weights that are built in are" in _of_model(capsys, "nothing")
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    assert "x.zarr needs the package zarr; install it with: pip install" in mistake(capsys, *both)
+    assert {path.name for path in folder.iterdir()} == GIVEN
+
+
+def _of_model(capsys: pytest.CaptureFixture[str], name: str) -> str:
+    with pytest.raises(SystemExit):
+        main(["encode", name, "image.png", "--output", "x.npy"])
+    return capsys.readouterr().err
+
+
+def test_no_room(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maps of 21×14 and 11×7 tokens of 8 numbers of 4 bytes; in files the first and its copy, all on one disk."""
+    first, second = 21 * 14 * 8 * 4, 11 * 7 * 8 * 4
+    both = ("--output", "x.zarr", "--stages", "1,2", "--overwrite")
+    for extra, needed in [((), first + second), (("--storage", "tokens"), first + second + 2 * first)]:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, needed=needed: USAGE(0, 0, needed - 1))
+        assert "x.zarr needs 1MB on its disk while it is made, but 1MB are free" in mistake(capsys, *both, *extra)
+        assert not Path("tokens").exists()
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, needed=needed: USAGE(0, 0, needed))
+        encode(*both, *extra)
+
+
+def test_stages() -> None:
+    assert parse_stages(None, 4) == [3]
+    assert parse_stages("4,1,4", 4) == [0, 3]
+    for wrong in ("0", "5", "a", "1,", ""):
+        with pytest.raises(ValueError, match="write numbers from 1 to 4 with commas, such as 1,4"):
+            parse_stages(wrong, 4)
+
+
+def test_a_picture_shows_principal_components(tmp_path: Path) -> None:
+    """Tokens that differ along one direction only, from left to right: red alone goes from dark to bright."""
+    ramp = torch.linspace(0, 1, 101).view(1, 101, 1).expand(4, 101, 1) * torch.tensor([0.0, 3.0, 4.0, 0.0])
+    draw_map(ramp, tmp_path / "x.png")
+    picture = np.asarray(Image.open(tmp_path / "x.png"))
+    assert picture.shape == (4 * 5, 101 * 5, 3)
+    red = picture[0, ::5, 0].astype(int)
+    assert np.abs(red - np.clip((np.arange(101) - 1) / 98 * 255, 0, 255)).max() <= 3
+    assert picture[..., 1:].max() <= 1
+    draw_map(torch.zeros(1, 1, 2), tmp_path / "one.png")
+    draw_map(torch.randn(1, 1200, 3), tmp_path / "long.png")
+    assert Image.open(tmp_path / "long.png").size == (400, 1)
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "made"
+
+    def fail(overwrite: bool = False) -> None:
+        with atomic_folder(path, overwrite=overwrite) as folder:
+            (folder / "part").write_text("1")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / ".made.new").mkdir()
+    (tmp_path / ".made.new" / "of a killed process").write_text("1")
+    for text in ("1", "2"):
+        with atomic_folder(path, overwrite=text == "2") as folder:
+            (folder / "whole").write_text(text)
+        assert [(file.name, file.read_text()) for file in path.iterdir()] == [("whole", text)]
+    with pytest.raises(RuntimeError):
+        fail(overwrite=True)
+    assert (path / "whole").read_text() == "2"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(FileExistsError, match="made exists"), atomic_folder(path):
+        pass
+
+
+KILLED = """
+import os, signal, sys
+from vision_longformer.cli.main import main
+from vision_longformer.large.storage import FileMap
+write, left = FileMap.write, int(sys.argv.pop(1))
+def count(*args):
+    global left
+    left -= 1
+    write(*args)
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+FileMap.write = count
+main(sys.argv[1:])
+"""
+"""``vil``, killed by the system after so many strips are written."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_resumed_to_the_same_bytes(folder: Path) -> None:
+    """A first stage of 128×48 tokens: 8 strips of 8 chunk rows of 2 for its patches and for each of two blocks."""
+    pixels = np.random.default_rng(1).integers(0, 256, (256, 96, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save("image.png")
+    strips = random.randint(9, 23)
+    command = ["encode", "model.safetensors", "image.png", "--stages", "1,2"]
+    files = [*command, "--output", "resumed.zarr", "--storage", "tokens"]
+    done = subprocess.run([sys.executable, "-c", KILLED, str(strips), *files])
+    assert done.returncode == -signal.SIGKILL
+    assert not Path("resumed.zarr").exists()
+    finished, begun = (strips - 1) // 8 - 1, (strips - 1) // 8
+    kept = [f"stage1-block{finished}.tokens", f"stage1-block{begun}.tokens", "state.safetensors"]
+    assert sorted(path.name for path in Path("tokens").iterdir()) == kept
+    main(files)
+    main([*command, "--output", "plain.zarr"])
+    assert contents(Path("resumed.zarr")) == contents(Path("plain.zarr"))
+    assert Path("resumed.png").read_bytes() == Path("plain.png").read_bytes()
+    assert not Path("tokens").exists()

