@@ -204,6 +204,14 @@ def test_table_cost_for_programs(vil: Any) -> None:
         (["cost", "vision_longformer_tiny", "--implementation", "unfold_nn"], "cannot run this: unfold slides"),
         (["cost", "vision_longformer_tiny", "--sise", "3"], "unknown option '--sise'; did you mean '--size'?"),
         (["train", "--epoch", "3"], "unknown option '--epoch'; did you mean '--epochs'"),
+        (
+            ["detect", "train", "--min-size", "300"],
+            "unknown option '--min-size'; write it as --detector-options '{\"min_size\": ...}'",
+        ),
+        (
+            ["train", "--mlp_ratio=3"],
+            "unknown option '--mlp-ratio'; write it as --model-options '{\"mlp_ratio\": ...}'",
+        ),
         (["detect", "train", "--skip-bda"], "unknown option '--skip-bda'; did you mean '--skip-bad'"),
         (["table", "cost", "--json", "--csv"], "give --json or --csv, not both"),
         (["convert", "a.pth", "b.safetensors"], "arguments are required: --arch"),

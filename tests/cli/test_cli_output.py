@@ -104,11 +104,15 @@ def test_log_lines_are_for_the_time_of_the_command(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "resized\n"
 
 
-def test_no_bars_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_bars_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But a line every 30 seconds: a quarter took 40 s, so the rest takes 120 s."""
     assert list(track([1, 2, 3], "counting")) == [1, 2, 3]
+    clock = iter([100.0, 110.0, 140.0, 169.0, 500.0])
+    monkeypatch.setattr("vision_longformer.cli.output.time.monotonic", lambda: next(clock))
     with progress_bar("counting") as progress:
-        assert progress is None
-    assert capsys.readouterr() == ("", "")
+        for done in (1, 2, 3, 8):
+            progress(done, 8)
+    assert capsys.readouterr() == ("", "counting: 25%, 2 min 0 s left\n")
 
 
 def test_numbers() -> None:

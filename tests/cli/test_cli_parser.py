@@ -249,7 +249,7 @@ def test_help_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("task", ["classification", "detection"])
 def test_every_setting_of_a_recipe_is_in_a_group_with_a_sentence(task: str) -> None:
-    recipe, _, groups = recipe_settings(task)
+    recipe, _, groups, _ = recipe_settings(task)
     names = [name for group in groups.values() for name in group]
     assert sorted(set(names)) == sorted(names)
     command = COMMANDS.commands["train"] if task == "classification" else COMMANDS.commands["detect"].commands["train"]

@@ -74,7 +74,7 @@ def encode(
             std=preprocessing.std,
             attributes={**attributes, "classes": list(preprocessing.classes) if named else []},
             overwrite=overwrite,
-            progress=lambda now: bar and bar(1000 * now.done // now.total, 1000),
+            progress=lambda now: bar(1000 * now.done // now.total, 1000),
         )
     for stage, tensor in streamed.maps.items():
         print_line(f"stage {stage + 1}: {size_text((tensor.shape[0], tensor.shape[1]))} tokens of {tensor.shape[2]}")

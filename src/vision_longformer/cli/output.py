@@ -11,10 +11,13 @@ import logging
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..training.callbacks import duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,6 +45,9 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
             return
     console.print("\n" + "\n".join(_paragraph(columns, row, console.width) for row in cells) + "\n", soft_wrap=True)
 
+
+QUIET_SECONDS = 30
+"""Without a terminal, the time between two lines of a command that takes long."""
 
 TABLE_MARGIN, WIDE_GAP, NARROW_GAP = 4, 3, 2
 """Blanks beside a table and between its columns, which are nearer if cells have to wrap."""
@@ -141,19 +147,33 @@ def track(items: Sequence[Item], doing: str) -> Iterable[Item]:
 
 
 @contextmanager
-def progress_bar(doing: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A function (done, total) that moves a bar on stderr; None if stderr is no terminal."""
+def progress_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """A function (done, total) that moves a bar on stderr, or writes a line now and then if stderr is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     terminal = Console(stderr=True)
     if not terminal.is_terminal:
-        yield None
+        yield _progress_lines(doing)
         return
     columns = (TextColumn(doing), BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=terminal, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _progress_lines(doing: str) -> Callable[[int, int], None]:
+    """A function (done, total) that writes a line to stderr where the last one is ``QUIET_SECONDS`` old."""
+    started = printed = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if now - printed >= QUIET_SECONDS and 0 < done < total:
+            printed, left = now, (now - started) / done * (total - done)
+            print(f"{doing}: {100 * done // total}%, {duration(left)} left", file=sys.stderr, flush=True)
+
+    return progress
 
 
 def millions(count: int) -> str:

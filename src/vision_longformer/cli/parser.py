@@ -15,7 +15,7 @@ from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptiona
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import unknown_name
@@ -40,11 +40,15 @@ class Group(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """A dataclass whose fields a command takes as options, a sentence about them, and the titles to list them under."""
+    """A dataclass whose fields a command takes as options, a sentence about them, and the titles to list them under.
+
+    ``nested``: those among the fields that are dictionaries, with a dataclass whose fields are their keys.
+    """
 
     dataclass: type
     about: str
     groups: Mapping[str, tuple[str, ...]]
+    nested: Mapping[str, type] = MappingProxyType({})
 
 
 def settings_from(load: Callable[[], Settings]) -> Callable[[F], F]:
@@ -96,7 +100,9 @@ def _call(function: Function, values: dict[str, Any]) -> None:
 
 
 class _Parser(ArgumentParser):
-    """argparse's, but a mistake is an exception."""
+    """argparse's, but a mistake is an exception. ``nested``: how to write options that are keys of another."""
+
+    nested: Mapping[str, str] = MappingProxyType({})
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -120,6 +126,8 @@ def _parse(parser: _Parser, argv: list[str]) -> dict[str, Any]:
     for word in words:
         name = word.partition("=")[0]
         if word.startswith("--") and name not in options:
+            if name in parser.nested:
+                raise ValueError(f"unknown option {name!r}; write it as {parser.nested[name]}")
             raise unknown_name("option", name, options)
     return vars(parser.parse_args([*_flags(words, parser.booleans(), parser.words()), *argv[end:]]))
 
@@ -183,7 +191,13 @@ def _command_parser(program: str, function: Function) -> _Parser:
     if hasattr(function, "load_settings"):
         usage, indent = parser.format_usage().removeprefix("usage: ").rstrip(), len(f"usage: {program} ")
         parser.usage = f"{usage}\n{' ' * indent}[--SETTING VALUE ...]".replace("%", "%%")
-        _add_settings(parser, function.load_settings(), set(parameters))
+        settings = function.load_settings()
+        _add_settings(parser, settings, set(parameters))
+        parser.nested = {
+            _dashed(f"--{key.name}"): f"{_dashed(f'--{name}')} '{{\"{key.name}\": ...}}'"
+            for name, dataclass in settings.nested.items()
+            for key in fields(dataclass)
+        }
     return parser
 
 

@@ -118,5 +118,11 @@ SETTING_GROUPS = {
 
 def recipe_settings(task: str) -> Settings:
     """The settings of a task's recipes, as options of a command."""
+    from ..detection.config import DetectorConfig
+    from ..models.config import ModelConfig
+
     about = "A default holds where neither the recipe nor the command line says otherwise."
-    return Settings(recipe_type(task), about, SETTING_GROUPS)
+    nested: dict[str, type] = {"model_options": ModelConfig}
+    if task == "detection":
+        nested["detector_options"] = DetectorConfig
+    return Settings(recipe_type(task), about, SETTING_GROUPS, nested)

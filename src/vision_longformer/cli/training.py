@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..geometry import ceil_div
 from ..training.callbacks import Callback, duration
-from .output import log_lines, print_line, print_table
+from .output import QUIET_SECONDS, log_lines, print_line, print_table
 
 if TYPE_CHECKING:
     from ..training.estimate import Estimate
@@ -79,10 +79,6 @@ def print_plan(
     if not plan.trial.reading_seconds:
         del rows[3]
     print_table("Estimated from a trial step on this machine", ("", ""), rows)
-
-
-QUIET_SECONDS = 30
-"""Without a terminal, the longest time between two lines."""
 
 
 class TrainingProgress(Callback):

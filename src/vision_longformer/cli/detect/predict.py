@@ -76,7 +76,7 @@ def detect_predict(
     results: list[dict[str, Any]] = []
     for number, file, path in zip(ids, files, pictures, strict=True):
         with log_lines(), progress_bar(f"detecting in {file.name}") as bar:
-            one_file = predict(model, [file], threshold=threshold, tile=tile, progress=bar or _silent, **options)
+            one_file = predict(model, [file], threshold=threshold, tile=tile, progress=bar, **options)
             (prediction,) = one_file
         if path is not None:
             save_image(draw_detections(*prediction.picture(), names), path, overwrite=overwrite)
@@ -88,10 +88,6 @@ def detect_predict(
             _print_objects(prediction, names, path, threshold)
     if json:
         print_json(results)
-
-
-def _silent(done: int, total: int) -> None:
-    """In place of a bar."""
 
 
 def _image_ids(files: Sequence[Path], data: str | None) -> list[int]:
