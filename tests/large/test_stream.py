@@ -81,6 +81,17 @@ def test_streamed_is_plain(config: ModelConfig, height: int, width: int, rows: i
     compare(model_of(config), image, 1e-10, rows=rows)
 
 
+def test_the_mlp_goes_over_a_strip_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five tokens of 4 · 8 hidden numbers at a time, of strips with 2 · 2 · 7 tokens."""
+    monkeypatch.setattr("vision_longformer.models.vision_longformer.HIDDEN_NUMBERS", 160)
+    model, sizes = model_of(longformer()), []
+    for block in model.stages[0].blocks:
+        block.mlp.register_forward_pre_hook(lambda _, tokens: sizes.append(tokens[0].shape[1]))
+    compare(model, torch.randn(3, 16, 14, dtype=torch.float64), 1e-10, rows=2)
+    assert model.config.stages[0].dim == 8
+    assert sizes[2:] == 2 * [*2 * [5, 5, 5, 5, 5, 3], 1]  # blocks, strips, the global token
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_every_rule_in_float32_on_a_map_of_partial_chunks(rule: str, rows: int) -> None:

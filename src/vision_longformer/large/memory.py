@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from ..errors import check_at_least
 from ..geometry import Grid, ceil_div
 from ..models.config import Full, Linformer, Longformer, ModelConfig, Performer, SpatialReduction
+from ..models.vision_longformer import HIDDEN_NUMBERS
 
 MOST_CHUNK_ROWS = 8
 """Chunk rows of a strip that a limit does not shorten: more are not faster."""
@@ -181,8 +183,9 @@ class Work:
 
     # Strips
 
-    def strip_bytes(self, stage: int, chunk_rows: int) -> int:
-        """Of what is computed for a strip: its patches while they are embedded, or its block at its highest."""
+    def strip_bytes(self, stage: int, chunk_rows: int, *, hidden_numbers: float = HIDDEN_NUMBERS) -> int:
+        """Of what is computed for a strip: its patches while they are embedded, or its block at its highest, with so
+        many numbers of the hidden layer at a time."""
         config, grid, height = self.config.stages[stage], self.grids[stage], self.chunk_height(stage)
         rows, beside = min(chunk_rows, ceil_div(grid.height, height)), 2 * isinstance(config.attention, Longformer)
         own, keys = rows * height * grid.width, (rows + beside) * height * grid.width
@@ -190,7 +193,7 @@ class Work:
         attention = keys * 4 * dim + own * 3 * dim
         if isinstance(config.attention, Performer):
             attention += 5 * own * config.heads * self.keys_of_token(stage)
-        mlp = keys * 3 * dim + own * (4 * dim + 2 * hidden)
+        mlp = keys * 3 * dim + own * 4 * dim + 2 * min(own * hidden, hidden_numbers)
         of_global_rows = 4 * (config.global_tokens + self.given_tokens) * config.heads * own
         embedding = own * (3 * config.patch**2 * self._channels(stage) + 4 * dim)
         if config.position == "absolute_1d":
@@ -210,7 +213,8 @@ class Work:
 
     def plain_bytes(self) -> int:
         """Of the model's own pass, which computes every map as one strip."""
-        return max(self.strip_bytes(stage, self.grids[stage].height) for stage in range(self.count))
+        whole = [(stage, self.grids[stage].height) for stage in range(self.count)]
+        return max(self.strip_bytes(stage, rows, hidden_numbers=math.inf) for stage, rows in whole)
 
     def choose_rows(self, memory: str | int, beside: int = 0) -> list[int]:
         """Chunk rows of a strip in each stage, as many as the limit allows; refused if it does not allow any.

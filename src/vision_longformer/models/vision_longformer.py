@@ -36,6 +36,9 @@ from .strips import run_by_strips
 
 fx.wrap("tokens_to_map")
 
+HIDDEN_NUMBERS = 1 << 20
+"""Numbers of an MLP's hidden layer that exist at a time, where strips of a map are computed without gradients."""
+
 
 class PatchEmbed(nn.Module):
     """Non-overlapping patches of ``patch``×``patch`` to tokens of ``dim`` channels, then LayerNorm if ``norm``.
@@ -132,10 +135,17 @@ class Block(nn.Module):
         return self.attn
 
     def _add_residuals(self, tokens: Tensor, attended: Tensor, drop_paths: Sequence[Tensor]) -> Tensor:
-        """Some tokens after the block, from what attention made of them, all (B, n, dim)."""
+        """Some tokens after the block, from what attention made of them, all (B, n, dim).
+
+        Without gradients the MLP takes a piece of them at a time: its hidden layer is what would take most memory.
+        """
         if not drop_paths:
             tokens = tokens + attended
-            return tokens + self.mlp(self.norm2(tokens))
+            if torch.is_grad_enabled():
+                return tokens + self.mlp(self.norm2(tokens))
+            for piece in tokens.split(max(1, HIDDEN_NUMBERS // cast(nn.Linear, self.mlp.fc1).out_features), 1):
+                piece += self.mlp(self.norm2(piece))
+            return tokens
         attention, mlp = drop_paths
         tokens = tokens + attention * attended
         return tokens + mlp * self.mlp(self.norm2(tokens))
