@@ -249,9 +249,9 @@ class Code:
             found += self._innermost(loop.inner, wanted) or ([loop] if has_it else [])
         return found
 
-    def spills_in_loops(self, *, innermost: bool = False) -> int:
-        """Instructions in any loop, or in main loops, that move registers to memory and back."""
-        repeated = frozenset[int]().union(*(loop.blocks for loop in (self.main_loops() if innermost else self.loops)))
+    def spills_in_loops(self) -> int:
+        """Instructions in any loop that move registers to memory and back."""
+        repeated = frozenset[int]().union(*(loop.blocks for loop in self.loops))
         return sum(i.name in ("STL", "LDL") for n in repeated for i in self.blocks[n].instructions)
 
     def levels(self, loop: Loop | None) -> list[Trace]:

@@ -45,7 +45,6 @@ class Tiling:
     parts: int
     tiles: int
     warps: int
-    stages: int
 
     @property
     def elements(self) -> int:
@@ -124,17 +123,16 @@ def differentiate(
     views = tuple(map(view, (q, k, v)))
     grad_q, grad_k, grad_v = map(view, grads)
     common = (neighbour, _dilations(spec, q), _area(spec, lse), spec.scale, heads, global_tokens)
-    constants = _constants(q, spec, tiling)
     launch(
         query_gradient_kernel, tiling.parts * heads * splits,
         *views, *map(view, (out, grad_out)), grad_q, lse, delta, by_query, stride, partial, dense(global_bias),
-        *common, chunks, items, share, **constants, BLOCK_G=BLOCK_G,
+        *common, chunks, items, share, **_constants(q, spec, tiling, float_stages=2), BLOCK_G=BLOCK_G,
     )  # fmt: skip
     key_chunks = _key_chunk_count(spec)
     launch(
         key_gradient_kernel, tiling.parts * key_chunks * batch * heads,
         *views, view(grad_out), grad_k, grad_v, lse, delta, by_key, stride, *common, key_chunks,
-        global_rows, **constants, BLOCK_G=BLOCK_G,
+        global_rows, **_constants(q, spec, tiling, float_slice=32), BLOCK_G=BLOCK_G,
     )  # fmt: skip
     tokens, biases = _global_sums(grad_out, inputs, lse, delta, spec, global_rows)
     grad_bias = None if partial is None else _bias_gradient(partial.sum(0), neighbour, spec, tiling)
@@ -208,7 +206,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
 
 
 def tiling_of(q: Tensor, spec: LocalSpec, *, backward: bool) -> Tiling:
-    """Tiles, warps and stages. Each warp has rows of its own, so that none is computed twice.
+    """Tiles and warps. Each warp has rows of its own, so that none is computed twice.
 
     Chips whose products read shared memory themselves (compute capabilities 9.x and 10.x) take them from four warps
     together. Others load operands into the registers of each warp, which then had better have 32 rows. Float32 operands
@@ -220,13 +218,13 @@ def tiling_of(q: Tensor, spec: LocalSpec, *, backward: bool) -> Tiling:
     block_m = min(64, padded(spec.window**2))
     together = chip[0] in (9, 10)
     roomy = chip == (8, 0) or dim <= 32  # elsewhere wider tiles spill registers
-    block_n = 32 if half(q) or (dim <= 64 and not backward) else 16
+    block_n = 32 if half(q) or (dim <= 32 and not backward) else 16
     if half(q) and dim <= 64 and (together or (roomy and not backward)):
         block_n = 64
     rows = 32 if half(q) and dim <= 64 and not together and (roomy or not backward) else 16
     return Tiling(
         block_m, block_n, ceil_div(spec.window**2, block_m), squares * ceil_div(seen, block_n),
-        warps=max(1, block_m // rows), stages=2 if half(q) else 1,
+        warps=max(1, block_m // rows),
     )  # fmt: skip
 
 
@@ -235,15 +233,19 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else OLDEST_CAPABILITY
 
 
-def _constants(q: Tensor, spec: LocalSpec, tiling: Tiling) -> dict[str, Any]:
-    """What the kernels that compute scores are specialised on."""
+def _constants(
+    q: Tensor, spec: LocalSpec, tiling: Tiling, *, float_slice: int = 16, float_stages: int = 1
+) -> dict[str, Any]:
+    """What the kernels that compute scores are specialised on. Columns of a slice and stages of float32 operands are a
+    kernel's own: with these its loops spill no registers.
+    """
     return {
         **_window_constants(spec, tiling),
         "RULE": "chunk" if spec.rule == "exact" else spec.rule,
         "BAND": spec.halo is not None,
         "TILES": tiling.tiles,
-        **row_constants(q, most=128 if half(q) else 16),
-        "num_stages": tiling.stages,
+        **row_constants(q, most=128 if half(q) else float_slice),
+        "num_stages": 2 if half(q) else float_stages,
     }
 
 
