@@ -167,7 +167,10 @@ def check_compiled(kernels: list[Any], chip: str) -> None:
         assert set(times.values()) <= {1}, (kernel.name, times)
         code = Code(parse(kernel.listing(), kernel.name), kernel.warps)
         assert executed(code) == demanded(kernel.compiled.asm["ttgir"]) > 0, kernel.name
-        assert code.spills_in_loops() == 0, kernel.name
+        once = kernel.name == "global_gradient_kernel"  # its loops run once for up to 16 global tokens
+        assert code.spills_in_loops() <= (1 if once and kernel.options["SLICE"] < kernel.options["BLOCK_D"] else 0), (
+            kernel.name
+        )
 
 
 def test_compiles() -> None:

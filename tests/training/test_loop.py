@@ -221,9 +221,10 @@ def test_log_lines_are_means_over_steps_and_micro_batches(tmp_path: Path) -> Non
 
 
 def test_the_first_line_after_resuming_has_the_steps_before(tmp_path: Path) -> None:
+    """And has them exactly: 2²⁴ + 1, which is kept at step 2, is no float32."""
     settings = TrainSettings(epochs=1, batch_size=1, log_every=3)
     for callback in (SignalAt(2), SignalAt(4), None):
-        task = FixedLossTask([1.0, 2.0, 6.0, 10.0, 20.0, 60.0], batches_per_epoch=6)
+        task = FixedLossTask([2.0**24, 1.0, 1.0, 10.0, 20.0, 60.0], batches_per_epoch=6)
         loop = training_loop(tmp_path / "run", task, settings, callback)
         if callback is None:
             loop.train()
@@ -231,7 +232,7 @@ def test_the_first_line_after_resuming_has_the_steps_before(tmp_path: Path) -> N
             with pytest.raises(Interrupted):
                 loop.train()
     records = [record for record in RunDirectory(tmp_path / "run").records() if "loss" in record]
-    assert [(record["step"], record["loss"]) for record in records] == [(3, 3.0), (6, 30.0)]
+    assert [(record["step"], record["loss"]) for record in records] == [(3, 5592406.0), (6, 30.0)]
 
 
 def test_speed_counts_images_between_lines_but_not_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ class TrainingLoop:
                     f"the run was given more epochs after step {self.settings.phase_start}, and no checkpoint since "
                     f"then is intact; {path} is from before"
                 )
-            self._sums = {name: torch.tensor(value) for name, value in self.counters.sums.items()}
+            self._sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.counters.sums.items()}
             self._logged_at, self._logged_step = time.monotonic(), self.counters.step
             if self.counters.step == self.settings.phase_start:
                 self.counters.stale = 0
@@ -172,8 +172,8 @@ class TrainingLoop:
                 loss, values = self.task.loss(self.model, batch, micro_batch_index)
             self.accelerator.backward(weight * loss / self.settings.accumulate)
         for name, value in {"loss": loss, **values}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + weight * value.detach().float()
-        self._sums["parts"] = self._sums.get("parts", torch.zeros(())) + weight
+            self._sums[name] = self._sums.get(name, 0.0) + weight * value.detach().double()
+        self._sums["parts"] = self._sums.get("parts", torch.zeros((), dtype=torch.float64)) + weight
 
     # Logs, evaluations, checkpoints
 

@@ -93,6 +93,6 @@ def _differentiate_globally(
         global_gradient_kernel, ceil_div(count, launch.BLOCK_G) * batch * heads,
         rows, launch.view(k), launch.view(v), *map(launch.view, grad_qkv.unbind(2)), sums, bias_sums, grad_bias,
         scale, batch * heads, heads, count,
-        **launch.row_constants(k, most=64 if launch.half(k) else 32), BLOCK_G=launch.BLOCK_G, num_warps=2,
+        **launch.row_constants(k, most=64 if launch.half(k) else 32), BLOCK_G=launch.BLOCK_G, num_warps=2, num_stages=1,
     )  # fmt: skip
     return grad_bias
