@@ -560,11 +560,11 @@ def small_detector(detector: str, **options: Any) -> Any:
 
 
 def write_detector(
-    path: Path, categories: list[str] | None, detector: str = "mask_rcnn", num_classes: int = 10
+    path: Path, categories: list[str] | None, detector: str = "mask_rcnn", num_classes: int = 10, **options: Any
 ) -> Path:
     """An untrained one with five detections in every image; it knows its categories' names if they are given."""
     torch.manual_seed(0)
-    model = build_detector(DetectorConfig(detector, "test_resnet", num_classes, **SMALL_DETECTOR))
+    model = build_detector(DetectorConfig(detector, "test_resnet", num_classes, **{**SMALL_DETECTOR, **options}))
     named = [{"id": number, "name": name} for number, name in enumerate(categories or (), 1)]
     return save_detector(model, path, info={"categories": named} if categories else None)
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from vision_longformer import load, save
 from vision_longformer.classification import evaluate, train
-from vision_longformer.classification.dataset import open_splits
+from vision_longformer.classification.dataset import find_images, open_splits
 from vision_longformer.classification.estimate import run_summary
 from vision_longformer.classification.own_images import derive_settings
 from vision_longformer.classification.recipe import ClassificationRecipe
@@ -253,6 +253,25 @@ def test_weights_of_a_run_bring_its_split(run: tuple[Path, str], colours: Path, 
     few = write_colours(tmp_path / "few", 5)
     other = open_splits(ClassificationRecipe(data=str(few), batch_size=2, init=str(run[0]), seed=5))
     assert other.how.startswith("held out anew: most of the images that the starting weights were trained on are not")
+
+
+def test_a_folder_of_a_run_is_evaluated_on_what_was_held_out(
+    run: tuple[Path, str], colours: Path, tmp_path: Path
+) -> None:
+    """Of the run's data and of a copy of it; of other data it says that there is no split."""
+    folder = save_pretrained(run[0], tmp_path / "my_classifier")
+    held = tuple(json.loads((run[0] / "split.json").read_text())["evaluation"])
+    copy = write_colours(tmp_path / "copy", 20)
+    for data in (colours, copy):
+        images = find_images(folder, str(data), None)
+        assert (str(images), images.names) == (f"{data}, the images that the run held out", held)
+    assert evaluate(folder, str(copy), workers=0).samples == 9
+    trained = find_images(folder, str(copy), "train")
+    assert str(trained) == f"{copy}, the images that the run trained on"
+    assert len(trained.names or ()) == 51
+    few = write_colours(tmp_path / "few", 5)
+    with pytest.raises(ValueError, match="has no split 'validation'"):
+        evaluate(folder, str(few), workers=0)
 
 
 def test_a_folder_of_a_run_brings_its_split(run: tuple[Path, str], colours: Path, tmp_path: Path) -> None:

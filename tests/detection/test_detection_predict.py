@@ -211,6 +211,21 @@ def test_command(tmp_path: Path, photo: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == f"{photo}: nothing found with a score of 1 or more; --threshold lowers it\n"
 
 
+def test_images_that_are_shrunk_much_are_told(tmp_path: Path, photo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To 48 of 100 pixels; in tiles, at their own scale, or to 50 of 100, nothing is said."""
+    small = write_detector(tmp_path / "small.safetensors", ["cat"], num_classes=1, min_size=(48,), max_size=48)
+    half = write_detector(tmp_path / "half.safetensors", ["cat"], num_classes=1, min_size=(50,), max_size=50)
+    detect_predict(str(small), [str(photo)], threshold=1.0, json=True)
+    assert capsys.readouterr().err == (
+        "1 of 1 image shrunk to less than half, to 48 pixels as in training, so that small objects may be missed; "
+        "--tile 48 looks at such images in parts, --scale 1 as they are\n"
+    )
+    detect_predict(str(half), [str(photo)], threshold=1.0, json=True)
+    detect_predict(str(small), [str(photo)], threshold=1.0, json=True, tile=64)
+    detect_predict(str(small), [str(photo)], threshold=1.0, json=True, scale=1.0)
+    assert capsys.readouterr().err == ""
+
+
 def test_image_ids_of_a_data_set(tmp_path: Path, photo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Image 3 of the file is 2.png; a run directory stands for its best detector."""
     (tmp_path / "run").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from vision_longformer.detection.evaluate import eval_images, evaluate
 from vision_longformer.detection.recipe import DetectionRecipe
 from vision_longformer.detection.statistics import ObjectStatistics, object_statistics
 from vision_longformer.detection.task import DetectionTask, train
+from vision_longformer.hub import save_pretrained
 from vision_longformer.training.callbacks import Callback
 from vision_longformer.training.distributed import make_accelerator
 from vision_longformer.training.recipe import resolve
@@ -74,6 +76,16 @@ def test_image_size_and_anchors(side: float, longer: int, limit: int, expected: 
     found = statistics([side] * 3, longer)
     assert found.image_side(limit) == expected
     assert found.anchor_scale(expected) == cells
+
+
+def test_objects_that_are_too_small() -> None:
+    """24 pixels of 2 % need 1,200 in all, 1,216 as a multiple of 32; in 512, 2 % are 10 pixels."""
+    found = statistics([0.02] * 3, 2400)
+    assert found.too_small(1216) == ""
+    assert found.too_small(512) == (
+        "a tenth have sides of 10 pixels or less in images of 512; cut the images into tiles, or train with "
+        "--detector-options '{\"min_size\": [1216]}'"
+    )
 
 
 def test_settings_from_the_data(tmp_path: Path) -> None:
@@ -194,12 +206,33 @@ def test_what_is_said_at_the_start(own: tuple[Path, Path, dict[str, str]]) -> No
     split = json.loads((run / "split.json").read_text())
     assert rows["data"] == str(folder)
     assert rows["training"].startswith(f"{len(split['train'])} images, ")
+    assert rows["training"].endswith(" objects")
+    assert rows["small objects"].startswith("a tenth have sides of ")
     assert rows["evaluation"] == f"{len(split['evaluation'])} images (held out from the training images; split.json)"
     assert rows["categories"].startswith("T-shirt/top ")
     assert rows["detector"] == "mask_rcnn, images of 48 to 64 pixels"
     assert rows["starts from"] == "random weights"
     assert rows["schedule"].endswith(" images")
     assert rows["expected"].startswith("about ")
+
+
+def test_images_without_objects_are_told(tmp_path: Path) -> None:
+    """One of the three; the others have 1 and 2."""
+    recipe = resolve(DetectionRecipe, "own_objects", DetectionTask.derive, data=str(write_coco(tmp_path)), **SMALL)
+    task = DetectionTask(replace(recipe, eval_split="train"), make_accelerator(recipe))
+    assert task.summary()["training"] == "3 images, 3 objects; 1 image without objects left out"
+
+
+def test_a_folder_of_a_run_is_evaluated_on_what_was_held_out(
+    own: tuple[Path, Path, dict[str, str]], tmp_path: Path
+) -> None:
+    folder, run, _ = own
+    split = json.loads((run / "split.json").read_text())
+    saved = save_pretrained(run, tmp_path / "my_detector")
+    assert eval_images(saved, str(folder), None) == (str(folder), "train", tuple(split["evaluation"]))
+    assert eval_images(saved, str(folder), "train") == (str(folder), "train", tuple(split["train"]))
+    other = write_coco(tmp_path / "other")
+    assert eval_images(saved, str(other), None) == (str(other), "validation", None)
 
 
 def test_evaluation_of_a_run_by_its_directory(

@@ -21,7 +21,7 @@ from ..data.loading import UNREADABLE, Batch, BatchLoader, DataError, LabelledBa
 from ..data.order import SINGLE_PROCESS, MicroBatch, Process, epoch_order
 from ..data.randomness import derive_seed, seeded
 from ..data.shards import ShardSource
-from ..data.sources import CLASS_FOLDERS, ArraySource, NoSplitError, Source, open_source, subset
+from ..data.sources import CLASS_FOLDERS, ArraySource, NoSplitError, Source, open_source, split_names, subset
 from ..data.split import AS_BEFORE, EVAL_FRACTION, HELD_OUT, INHERITED, UNKNOWN, Split, hold_out
 from ..errors import check_at_least
 from ..export.runtime import is_exported
@@ -182,7 +182,7 @@ def find_images(checkpoint: str | Path, data: str | None, split: str | None) -> 
     """What to evaluate a checkpoint on, by default what its run was evaluated on.
 
     Of the run's own data, "train" and "validation" are the images that the run trained and was evaluated on, also where
-    the data is not divided.
+    the data is not divided. So they are of a copy of it, and for a folder of 'vil hub save', by the images' names.
     """
     if not is_exported(checkpoint):
         load_info(checkpoint)  # says if there is no such file, or another kind of model in it
@@ -191,13 +191,33 @@ def find_images(checkpoint: str | Path, data: str | None, split: str | None) -> 
     if data is None and recipe is None:
         raise no_run_error(checkpoint)
     if recipe is None or (data is not None and not _same(data, recipe.data)):
-        return EvalImages(str(data), split or "validation")
+        return _known_part(checkpoint, str(data), split) or EvalImages(str(data), split or "validation")
     divided = Split.read(run)
     names = divided and divided.part(split, recipe.train_split, recipe.eval_split)
     if divided is None or names is None:
         return EvalImages(recipe.data, split or recipe.eval_split)
-    why = "held out" if names is divided.evaluation else "trained on"
-    return EvalImages(recipe.data, recipe.train_split, names, f"the images that the run {why}")
+    why = HELD_OUT_BY_RUN if names is divided.evaluation else TRAINED_ON
+    return EvalImages(recipe.data, recipe.train_split, names, why)
+
+
+HELD_OUT_BY_RUN, TRAINED_ON = "the images that the run held out", "the images that the run trained on"
+
+
+def _known_part(checkpoint: str | Path, data: str, split: str | None) -> EvalImages | None:
+    """The part of data that is not divided, by the split that lies beside the checkpoint, if it is of these images."""
+    folder = Path(checkpoint).parent if is_exported(checkpoint) else weights_file(checkpoint).parent
+    if Split.read(folder) is None:
+        return None
+    try:
+        open_images(data, "validation")
+        return None
+    except NoSplitError:
+        images = open_images(data, "train")
+    if isinstance(images, (ShardSource, ArraySource)):  # whose images have no names of their own
+        return None
+    names = Split.known(folder, images.names, split)
+    why = TRAINED_ON if split in split_names("train") else HELD_OUT_BY_RUN
+    return None if names is None else EvalImages(data, "train", names, why)
 
 
 def _same(data: str, other: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..geometry import ceil_div
-from ..training.callbacks import Callback, duration
+from ..training.callbacks import Callback, counted, duration
 from .output import QUIET_SECONDS, log_lines, print_line, print_table
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ def print_plan(
     rows = [
         ("data", plan.data),
         ("optimiser steps", f"{plan.steps:,}"),
-        ("one image, forward and backward", f"{1000 * plan.trial.seconds:.3g} ms"),
+        ("one image, forward and backward", f"{1000 * plan.trial.seconds:,.0f} ms"),
         ("one image, reading and augmenting", f"{1000 * plan.trial.reading_seconds:.3g} ms"),
         ("whole run with its evaluations", duration(plan.seconds)),
         ("memory of weights, gradients and optimiser", f"{plan.fixed_bytes / 1e6:,.0f} MB"),
         ("memory of one image's activations", f"{plan.trial.activation_bytes / 1e6:,.1f} MB"),
-        (f"memory of a process with {plan.images} images at a time", f"{plan.bytes / 1e9:,.2f} GB"),
+        (f"memory of a process with {counted(plan.images, 'image')} at a time", f"{plan.bytes / 1e9:,.2f} GB"),
     ]
     if not plan.trial.reading_seconds:
         del rows[3]

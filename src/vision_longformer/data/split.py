@@ -59,6 +59,15 @@ class Split(NamedTuple):
             return self.evaluation
         return self.train if name in split_names(train_split) else None
 
+    @classmethod
+    def known(cls, folder: Path, names: Sequence[str], part: str | None) -> tuple[str, ...] | None:
+        """Of ``names``, images that are not divided: those that the model in a ``folder`` was evaluated on, also by
+        default, or trained on ("train"). None if it remembers no split, or one of other images.
+        """
+        split = cls.read(folder)
+        here = None if split is None else split.applied_to(names)
+        return None if here is None else here.part(part, "train", "validation")
+
     def to_json(self) -> str:
         return json.dumps(self._asdict(), indent=1, ensure_ascii=False) + "\n"
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..training.callbacks import counted
 from ..training.estimate import Estimate, Trial, scale_up, trial_step
 from .dataset import TrainSet, open_splits
 from .detectors import build_detector
@@ -31,7 +32,7 @@ def estimate(recipe: DetectionRecipe) -> Estimate:
         known, batches = " (assumed; the data were not found)", images // recipe.batch_size * recipe.accumulate
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_detector(recipe.detector_config(categories).without_pretrained())
-    words = f"{images:,} images of {categories:,} categories{known}"
+    words = f"{counted(images, 'image')} of {categories:,} {'category' if categories == 1 else 'categories'}{known}"
     trial = trial_of_detector(model, statistics, device)
     return scale_up(recipe, model, words, batches, evaluated, trial)
 

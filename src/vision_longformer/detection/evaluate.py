@@ -32,7 +32,7 @@ from ..training.distributed import autocast
 from ..training.recipe import PRECISIONS, resolve
 from ..training.run_directory import RECIPE, no_run_error
 from .checkpoint import Detector
-from .dataset import DetectionData, EvalSet, Subset, open_detection
+from .dataset import DetectionData, EvalSet, Subset, has_split, open_detection
 from .detections import Category, Target, coco_annotations, coco_result, detections_from_output
 from .export import open_detector
 from .recipe import DetectionRecipe
@@ -119,13 +119,22 @@ def eval_images(checkpoint: str | Path, data: str | None, split: str | None) -> 
         if data is None:
             weights_file(checkpoint)  # says if there is no such file
             raise no_run_error(checkpoint)
-        return data, split or "validation", None
+        return _known_part(checkpoint, data, split)
     recipe = resolve(DetectionRecipe, str(run / RECIPE))
     if data is not None and Path(data).absolute() != Path(recipe.data).absolute():
-        return data, split or "validation", None
+        return _known_part(checkpoint, data, split)
     divided = Split.read(run)
     names = divided and divided.part(split, recipe.train_split, recipe.eval_split)
     return (recipe.data, recipe.train_split, names) if names else (recipe.data, split or recipe.eval_split, None)
+
+
+def _known_part(checkpoint: str | Path, data: str, split: str | None) -> tuple[str, str, tuple[str, ...] | None]:
+    """The part of data that is not divided, by the split that lies beside the checkpoint, if it is of these images."""
+    folder = Path(checkpoint).parent if is_exported(checkpoint) else weights_file(checkpoint).parent
+    names = None
+    if Split.read(folder) is not None and not has_split(data, "validation"):
+        names = Split.known(folder, open_detection(data, "train", masks=False, skip_bad=True).names, split)
+    return (data, split or "validation", None) if names is None else (data, "train", names)
 
 
 def _check_categories(detector: Detector, checkpoint: str, source: DetectionData, data: str) -> None:

@@ -62,6 +62,16 @@ class ObjectStatistics(NamedTuple):
         cells = self.small_side * image_side / ANCHOR_STRIDE
         return min(max(round(2 * cells) / 2, 1.0), 8.0)
 
+    def too_small(self, image_side: int) -> str:
+        """What is too small in images of this longer side and what to do; empty if they are as large as suits them."""
+        suitable = self.image_side(self.longer_side)
+        if suitable <= image_side:
+            return ""
+        return (
+            f"a tenth have sides of {self.small_side * image_side:.0f} pixels or less in images of {image_side}; cut "
+            f"the images into tiles, or train with --detector-options '{{\"min_size\": [{suitable}]}}'"
+        )
+
     def rows(self) -> dict[str, str]:
         """For people: what there is, by name."""
         widths, heights = self.image_sizes.T

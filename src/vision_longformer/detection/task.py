@@ -103,13 +103,15 @@ class DetectionTask(TrainingTask):
         held_out = f"{splits.how}; split.json" if splits.split else recipe.eval_split
         trial = trial_of_detector(self.model, statistics, self.accelerator.device)
         plan = scale_up(recipe, self.model, "", self.batches_per_epoch, len(splits.evaluation), trial)
+        empty = f"; {_images(statistics.empty)} without objects left out" if statistics.empty else ""
         frozen = f", the first {recipe.freeze} stages as they are" if recipe.freeze else ""
         parameters = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         return {
             "data": recipe.data,
-            "training": f"{len(splits.train)} images, {sum(statistics.counts.values())} objects",
-            "evaluation": f"{len(splits.evaluation)} images ({held_out})",
+            "training": f"{_images(len(splits.train))}, {sum(statistics.counts.values()):,} objects{empty}",
+            "evaluation": f"{_images(len(splits.evaluation))} ({held_out})",
             **self._warning(),
+            **({"small objects": small} if (small := statistics.too_small(config.max_size)) else {}),
             "categories": counts + (f" and {more} more" if more > 0 else ""),
             **statistics.rows(),
             "detector": f"{recipe.detector}, images of {span(config.min_sizes[-1], config.max_size)} pixels",
@@ -182,6 +184,10 @@ class DetectionTask(TrainingTask):
     @staticmethod
     def redraws_features(step: int, epoch: int, step_of_epoch: int) -> bool:
         return step > 0 and step % REDRAW_STEPS == 0
+
+
+def _images(count: int) -> str:
+    return counted(count, "image")
 
 
 def train(

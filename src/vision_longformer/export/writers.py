@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,8 +74,7 @@ def trace(module: nn.Module, inputs: tuple[Tensor, ...], dynamic_shapes: Shapes 
 def write_onnx(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> None:
     """Write a program as ONNX, weights included; axes that may vary keep their names."""
     names = tuple({axis: dim.__name__ for axis, dim in one.items()} for one in graph.dynamic_shapes or ())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about details of the conversion, which the comparison afterwards judges
+    with _without_details():
         converted = torch.onnx.export(
             graph.program,
             input_names=graph.input_names,
@@ -88,6 +89,20 @@ def write_onnx(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> None:
         node.metadata_props.clear()  # where in whose file system the operation was traced
     converted.model.metadata_props.update(encode_metadata(metadata))
     converted.save(path, external_data=False)
+
+
+@contextmanager
+def _without_details() -> Iterator[None]:
+    """Without warnings about details of the conversion, which the comparison afterwards judges."""
+    logger = logging.getLogger("onnxscript")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _opset(graph: Graph) -> int:

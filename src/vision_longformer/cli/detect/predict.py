@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...training.callbacks import counted
 from ..output import log_lines, print_json, print_line, print_table, progress_bar
 from ..predict import picture_paths
 
 if TYPE_CHECKING:
+    from ...detection.config import DetectorConfig
     from ...detection.predict import Prediction
 
 
@@ -74,6 +77,7 @@ def detect_predict(
     names = [category.name for category in detector.categories]
     options: dict[str, Any] = {"memory": memory, "storage": storage, "level": level, "allow_large": allow_large}
     results: list[dict[str, Any]] = []
+    small = 0
     for number, file, path in zip(ids, files, pictures, strict=True):
         with log_lines(), progress_bar(f"detecting in {file.name}") as bar:
             one_file = predict(model, [file], threshold=threshold, tile=tile, progress=bar, **options)
@@ -86,8 +90,23 @@ def detect_predict(
                 results.append({"file": prediction.file, "category": names[one.label - 1], **result})
         else:
             _print_objects(prediction, names, path, threshold)
+        small += tile is None and _is_shrunk(prediction.size, detector.config)
     if json:
         print_json(results)
+    if small:
+        side = detector.config.max_size
+        print(
+            f"{small} of {counted(len(files), 'image')} shrunk to less than half, to {side} pixels as in training, so "
+            f"that small objects may be missed; --tile {side} looks at such images in parts, --scale 1 as they are",
+            file=sys.stderr,
+        )
+
+
+def _is_shrunk(size: tuple[int, int], config: DetectorConfig) -> bool:
+    """Whether an image of ``size`` (height, width) loses more than half of its sides before the detector sees it."""
+    from ...detection.backbone import resized_size
+
+    return 2 * max(resized_size(*size, config.min_sizes[-1], config.max_size, config.scale)) < max(size)
 
 
 def _image_ids(files: Sequence[Path], data: str | None) -> list[int]:
