@@ -22,6 +22,7 @@ flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # eager FlexAttenti
 os.environ["COLUMNS"] = "160"  # pytest-xdist sets the terminal's, and tables would depend on it
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for programs that tests start
 
 
 @pytest.fixture(autouse=True)
