@@ -156,6 +156,10 @@ def executed(code: Code) -> float:
     return sum(i.macs(1 if i.name.startswith("UTC") else code.warps) for i in instructions)
 
 
+MANY = 5
+"""Tiles of a loop that is not unrolled."""
+
+
 def check_compiled(kernels: list[Any], chip: str) -> None:
     for kernel in kernels:
         assert kernel.shared <= CHIPS[chip].shared - CHIPS[chip].reserved, kernel.name
@@ -166,7 +170,9 @@ def check_compiled(kernels: list[Any], chip: str) -> None:
         assert times or CHIPS[chip].tensor_memory, kernel.name  # whose products are issued once for a block
         assert set(times.values()) <= {1}, (kernel.name, times)
         code = Code(parse(kernel.listing(), kernel.name), kernel.warps)
-        assert executed(code) == demanded(kernel.compiled.asm["ttgir"]) > 0, kernel.name
+        done, wanted = executed(code), demanded(kernel.compiled.asm["ttgir"])
+        unrolled = kernel.options.get("TILES", MANY) < MANY  # such a loop's products are there once for each tile
+        assert done >= wanted > 0 if unrolled else done == wanted > 0, kernel.name
         once = kernel.name == "global_gradient_kernel"  # its loops run once for up to 16 global tokens
         assert code.spills_in_loops() <= (1 if once and kernel.options["SLICE"] < kernel.options["BLOCK_D"] else 0), (
             kernel.name

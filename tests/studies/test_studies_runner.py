@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from study_builders import SHORT, make_result, make_study, write_arrays
 
@@ -275,17 +276,19 @@ def test_wrong_options_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_a_study_killed_three_times_ends_with_the_same_table(tmp_path: Path) -> None:
+    """To the last digit, with as many threads as the run in this process has."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     path = _file(tmp_path, {"name": "usual"}, steps=60, checkpoint_minutes=0.002)
     command = [sys.executable, "-m", "vision_longformer", "study", str(path), "--seeds", "1", "--jobs", "1"]
     run = tmp_path / "studies/small/own/usual-0"
     for step in (5, 20, 35):
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
         try:
             _wait_for_step(run, step, process)
         finally:
             process.kill()
             process.wait()
-    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.DEVNULL)
     whole = Job("classification", 0, str(tmp_path / "whole"), ("top1",))
     whole.recipe_file.write_text(Path(f"{run}.yaml").read_text())
     run_job(whole)

@@ -139,12 +139,12 @@ def test_one_process_takes_over_from_two(folder: Path) -> None:
 
 def test_a_stopped_worker_ends_in_a_sentence_and_not_in_silence(folder: Path) -> None:
     run = folder / "stopped"
-    with started(folder, "--output", "stopped", restarts=1) as training:
+    with started(folder, "--output", "stopped", restarts=1, **{"timeout-minutes": 0.5}) as training:
         training.until(lambda: step_of(run) >= 10)
         stopped = process_id(run, 1)
         os.kill(stopped, signal.SIGSTOP)
         sentence = re.compile(
-            r"vil: process 0 waited 15 s for the others after step \d+: process 1 has shown no sign of life for \d+ s; "
+            r"vil: process 0 waited 30 s for the others after step \d+: process 1 has shown no sign of life for \d+ s; "
             r"the log is stopped/logs/rank1.log; the checkpoint stopped/checkpoints/step_\d+.pt is intact: --resume"
         )
         training.until(lambda: bool(sentence.search(training.errors())))
