@@ -137,14 +137,18 @@ def tiles(image: Image.Image, side: int | None) -> Iterator[tuple[int, int, int,
 
 
 def cut(images: Iterable[tuple[Path, list[Box]]], output: Path, side: int | None) -> list[Tile]:
-    """Write all tiles as images."""
+    """Write all tiles as images, each with the name of its image and where in it the tile begins."""
     cut_out: list[Tile] = []
+    taken: set[str] = set()
     for path, boxes in images:
         image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
         boxes = [box for one in boxes if (box := clipped(one, image, path))]
         for part in tiles(image, side):
             number, tile = len(cut_out) + 1, image.crop(part)
-            stated = {"id": number, "file_name": f"{number:05}.png", "width": tile.width, "height": tile.height}
+            name = path.stem if side is None else f"{path.stem}_{part[1]}_{part[0]}"
+            name = f"{name}_{number}" if name in taken else name  # of images in several folders
+            taken.add(name)
+            stated = {"id": number, "file_name": f"{name}.png", "width": tile.width, "height": tile.height}
             tile.save(output / stated["file_name"])
             shown = boxes if side is None else [box for one in boxes if (box := one.within(*part))]
             cut_out.append((stated, shown))

@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from vision_longformer.detection.detections import Detection, MaskCrop, Target, annotated_objects
-from vision_longformer.detection.pictures import COLOURS, DRAWN, draw_detections, draw_pair, page, save_image
+from vision_longformer.detection.pictures import COLOURS, DRAWN, _stroke, draw_detections, draw_pair, page, save_image
 
 
 def _mask(top: int, left: int, height: int, width: int) -> MaskCrop:
@@ -126,3 +126,16 @@ def test_pictures_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
     save_image(image, tmp_path / "b.jpg", overwrite=True)
     with pytest.raises(ValueError, match=r"a\.gif should end in \.png, \.jpg, \.jpeg"):
         save_image(image, tmp_path / "a.gif")
+
+
+@pytest.mark.parametrize(
+    ("side", "sides", "expected"),
+    [
+        (900, [], (3, 13)),  # 900 / 300; letters have 13 pixels at least
+        (2400, [600.0, 900.0], (8, 35)),  # 2400 / 300 and 2400 / 68
+        (2400, [48.0, 36.0, 900.0], (4, 24)),  # the median of 48 divided by 12 and by 2
+        (2400, [5.0], (2, 13)),
+    ],
+)
+def test_lines_and_letters_suit_picture_and_objects(side: int, sides: list[float], expected: tuple[int, int]) -> None:
+    assert _stroke(side, sides) == expected

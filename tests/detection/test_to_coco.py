@@ -57,6 +57,7 @@ def test_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, targets = zip(*(data.read(index) for index in range(len(data))), strict=True)
     assert [image.size for image in images] == [(50, 30)] * 3
     assert [target.boxes.tolist() for target in targets] == [[[10, 10, 30, 30]], [[0, 5, 20, 25]], []]
+    assert list(data.names) == ["wood_0_0.png", "wood_0_50.png", "wood_30_0.png"]  # rows first, then columns
     assert [category.name for category in data.categories] == ["tree"]
     (annotation,) = json.loads((output / "validation.json").read_text())["annotations"]
     assert (annotation["bbox"], annotation["area"], annotation["image_id"]) == ([40, 15, 10, 15], 150, 4)

@@ -90,10 +90,11 @@ def _print_differences(exported: ExportedFile) -> None:
 def _padding_note(metadata: Mapping[str, Any]) -> str:
     """What a file for one size does with images of other shapes, and how there is one for theirs."""
     least, most = metadata["config"]["min_size"][-1], metadata["config"]["max_size"]
+    shorter = f"{least} on the shorter and " if least < most else ""
     return (
         f"it takes images of {size_text(metadata['size'])}; those of another shape are padded, so that scores differ "
         "slightly from the checkpoint's. If yours have one shape, export with --size HEIGHTxWIDTH, their size when "
-        f"they are scaled to at most {least} on the shorter and {most} on the longer side"
+        f"they are scaled to at most {shorter}{most} on the longer side"
     )
 
 

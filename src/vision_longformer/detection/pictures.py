@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import isnan
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from matplotlib import font_manager
@@ -49,7 +50,7 @@ def draw_detections(image: Image.Image, detections: Sequence[Detection], names: 
     scale = max(1.0, DRAWN / max(image.size))
     size = round(image.width * scale), round(image.height * scale)
     canvas = image.resize(size, Image.Resampling.BICUBIC) if scale > 1 else image.copy()
-    line = max(3, round(max(size) / 300))
+    line, letters = _stroke(max(size), [scale * side for side in _sides(detections)])
     worst_first = list(reversed(detections))
     for detection in worst_first:
         if detection.mask is not None and detection.mask.pixels.size:
@@ -59,11 +60,22 @@ def draw_detections(image: Image.Image, detections: Sequence[Detection], names: 
         left, top, right, bottom = (round(value * scale) for value in detection.box)
         draw.rectangle((left - 1, top - 1, right + 1, bottom + 1), outline="white", width=line + 2)
         draw.rectangle((left, top, right, bottom), outline=_colour(detection.label), width=line)
-    font = _font(max(13, round(max(size) / 68)))
+    font = _font(letters)
     taken: list[Area] = []
     for detection in detections[:MAX_TAGS]:
         _tag(draw, detection, names[detection.label - 1], scale, font, taken)
     return canvas
+
+
+def _sides(detections: Sequence[Detection]) -> list[float]:
+    """Shorter sides of boxes."""
+    return [min(right - left, bottom - top) for left, top, right, bottom in (one.box for one in detections)]
+
+
+def _stroke(side: int, sides: Sequence[float]) -> tuple[int, int]:
+    """Width of lines and height of letters that suit a picture's longer side, but do not hide boxes of these sides."""
+    usual = median(sides) if sides else side
+    return max(2, min(max(3, round(side / 300)), round(usual / 12))), max(13, min(round(side / 68), round(usual / 2)))
 
 
 def draw_pair(

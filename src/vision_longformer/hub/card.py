@@ -166,10 +166,11 @@ def _detector_facts(data: Mapping[str, Any], info: Mapping[str, Any]) -> ModelFa
         "input": f"shorter side {config.min_sizes[-1]}, longer side at most {config.max_size}",
     }
     usage = {
-        "bash": "vil detect predict FOLDER IMAGE",
+        "bash": "vil detect predict FOLDER IMAGE\nvil detect evaluate FOLDER --data DATA",
         "python": 'from vision_longformer.hub import from_pretrained\n\nmodel = from_pretrained("FOLDER")',
     }
-    summary = f"A {name} on a Vision Longformer that detects objects of {config.num_classes} classes, with {results}."
+    classes = "one class" if config.num_classes == 1 else f"{config.num_classes} classes"
+    summary = f"A {name} on a Vision Longformer that detects objects of {classes}, with {results}."
     plain = {"detector": config.to_dict(), "label_names": labels}
     return ModelFacts("object-detection", summary, facts, labels, usage, plain)
 
