@@ -205,8 +205,7 @@ HELD_OUT_BY_RUN, TRAINED_ON = "the images that the run held out", "the images th
 
 def _known_part(checkpoint: str | Path, data: str, split: str | None) -> EvalImages | None:
     """The part of data that is not divided, by the split that lies beside the checkpoint, if it is of these images."""
-    folder = Path(checkpoint).parent if is_exported(checkpoint) else weights_file(checkpoint).parent
-    if Split.read(folder) is None:
+    if Split.beside(checkpoint) is None:
         return None
     try:
         open_images(data, "validation")
@@ -215,7 +214,7 @@ def _known_part(checkpoint: str | Path, data: str, split: str | None) -> EvalIma
         images = open_images(data, "train")
     if isinstance(images, (ShardSource, ArraySource)):  # whose images have no names of their own
         return None
-    names = Split.known(folder, images.names, split)
+    names = Split.known(checkpoint, images.names, split)
     why = TRAINED_ON if split in split_names("train") else HELD_OUT_BY_RUN
     return None if names is None else EvalImages(data, "train", names, why)
 

@@ -60,11 +60,17 @@ class Split(NamedTuple):
         return self.train if name in split_names(train_split) else None
 
     @classmethod
-    def known(cls, folder: Path, names: Sequence[str], part: str | None) -> tuple[str, ...] | None:
-        """Of ``names``, images that are not divided: those that the model in a ``folder`` was evaluated on, also by
-        default, or trained on ("train"). None if it remembers no split, or one of other images.
+    def beside(cls, checkpoint: str | Path) -> Split | None:
+        """The split in a model's folder, or in the folder of its file; None if there is none."""
+        path = Path(checkpoint)
+        return cls.read(path if path.is_dir() else path.parent)
+
+    @classmethod
+    def known(cls, checkpoint: str | Path, names: Sequence[str], part: str | None) -> tuple[str, ...] | None:
+        """Of ``names``, images that are not divided: those that a model was evaluated on, also by default, or those
+        that it was trained on ("train"). None if no split lies beside it, or one of other images.
         """
-        split = cls.read(folder)
+        split = cls.beside(checkpoint)
         here = None if split is None else split.applied_to(names)
         return None if here is None else here.part(part, "train", "validation")
 

@@ -130,10 +130,9 @@ def eval_images(checkpoint: str | Path, data: str | None, split: str | None) -> 
 
 def _known_part(checkpoint: str | Path, data: str, split: str | None) -> tuple[str, str, tuple[str, ...] | None]:
     """The part of data that is not divided, by the split that lies beside the checkpoint, if it is of these images."""
-    folder = Path(checkpoint).parent if is_exported(checkpoint) else weights_file(checkpoint).parent
     names = None
-    if Split.read(folder) is not None and not has_split(data, "validation"):
-        names = Split.known(folder, open_detection(data, "train", masks=False, skip_bad=True).names, split)
+    if Split.beside(checkpoint) is not None and not has_split(data, "validation"):
+        names = Split.known(checkpoint, open_detection(data, "train", masks=False, skip_bad=True).names, split)
     return (data, split or "validation", None) if names is None else (data, "train", names)
 
 
