@@ -20,7 +20,9 @@ set -eu
 # processes, which save a checkpoint, and the next start resumes from it.
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 
-# One torchrun per node. With --nnodes 1:N in place of N the run starts, and is resumed, with the nodes there are.
+# One torchrun per node. With --nnodes 1:N in place of N the run starts, and is resumed, with the nodes there are; the
+# variable lets a node that was gone join again (without it torch 2.15 waits for it in vain and fails).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun torchrun \
   --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" --max-restarts 20 \

@@ -107,7 +107,7 @@ class Training:
             "checkpoint-minutes": 0.05, "eval-every": 20, "log-every": 5, "timeout-minutes": 1,
         }  # fmt: skip
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.processes)]
-        command += ["--max-restarts", "1000", __file__, "paced", str(pause), "train", "quickstart"]
+        command += ["--max-restarts", "20", __file__, "paced", str(pause), "train", "quickstart"]
         command += [text for name, value in settings.items() for text in (f"--{name}", str(value))]
         if run.exists():
             command += ["--resume", "auto"]

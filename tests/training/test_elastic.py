@@ -6,10 +6,11 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class started:
-    """``vil train`` in a context, under torchrun if there are several processes; it ends with the context."""
+    """``vil train`` in a context, under torchrun if there are several processes or nodes; it ends with the context.
 
-    def __init__(self, folder: Path, *arguments: str, processes: int = 2, restarts: int = 0, **settings: Any) -> None:
+    ``node``: torchrun's options for one node of several.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        processes: int = 2,
+        restarts: int = 0,
+        node: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
         values = {"data": folder / "images.npz", **SETTINGS, **settings}
         options = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-        launcher = ["torch.distributed.run", "--nproc-per-node", str(processes), "--max-restarts", str(restarts), "-m"]
-        launcher = launcher if processes > 1 else []
+        launcher = ["--nproc-per-node", str(processes), "--max-restarts", str(restarts), "-m"]
+        launcher = ["torch.distributed.run", *node, *launcher] if processes > 1 or node else []
         command = [*launcher, "vision_longformer", "train", "quickstart", *arguments, *options]
         self._errors = (folder / f"{len(list(folder.iterdir()))}.err").open("w+")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", *command], stderr=self._errors, cwd=folder, env=environment, start_new_session=True
         )
-        self.wait, self.terminate = self._process.wait, self._process.terminate
+        self.pid, self.wait, self.terminate = self._process.pid, self._process.wait, self._process.terminate
 
     def __enter__(self) -> started:
         return self
@@ -135,6 +147,38 @@ def test_one_process_takes_over_from_two(folder: Path) -> None:
     log = (run / "logs" / "rank0.log").read_text()
     assert "stopped by SIGTERM after step" in log
     assert "1 process, where the run was started with 2: the batch of 12 is divided anew, each share in 2 parts" in log
+
+
+def can_connect(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("localhost", port)) == 0
+
+
+def parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_run_goes_on_by_itself_when_a_node_is_gone_for_good(folder: Path) -> None:
+    """Two nodes of one process each; the first is where all meet."""
+    run = folder / "left"
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    meeting = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "left"]
+    times = ["--rdzv-conf", "last_call_timeout=15,keep_alive_interval=1"]
+    settings: dict[str, Any] = {"processes": 1, "restarts": 1, "node": [*meeting, *times]}
+    with started(folder, "--output", "left", **settings) as first:
+        first.until(lambda: can_connect(port))
+        with started(folder, "--output", "left", **settings) as second:
+            first.until(lambda: step_of(run) >= 10)
+            (worker,) = (each for each in (process_id(run, rank) for rank in (0, 1)) if parent(each) == second.pid)
+            os.kill(second.pid, signal.SIGKILL)
+            os.kill(worker, signal.SIGKILL)
+        assert first.wait(WAIT) == 0, first.errors()
+    assert losses(run) == pytest.approx(losses(folder / "whole"), abs=1e-5)
+    log = (run / "logs" / "rank0.log").read_text()
+    assert "1 process, where the run was started with 2" in log
+    assert "restart 1 of torchrun" in log
 
 
 def test_a_stopped_worker_ends_in_a_sentence_and_not_in_silence(folder: Path) -> None:

@@ -42,7 +42,7 @@ def run(
 ) -> Iterator[Result]:
     """Measure what :func:`~.plans.plan` made of the options.
 
-    Yields the same result after each group, as far as it is, and at the end complete.
+    Yields the same result again and again, as far as it is, and at the end complete.
 
     ``threads``: None for torch's own. ``budget``: seconds in all, None for what the benchmarks are meant to take.
     """
@@ -67,7 +67,8 @@ def run(
             planned = budgets.pop(name)
             seconds = planned * min(1.0, max(MIN_PACE, pace))
             for group in runner.measure([GroupResult.of(group) for group in groups], seconds, planned):
-                result.groups.append(group)
+                if not any(group is known for known in result.groups):
+                    result.groups.append(group)
                 yield result
     result.complete = True
     yield result
@@ -87,7 +88,7 @@ class Runner:
         self._limits = Limits(options.device, self._matmul_flops(), max_bytes, max_seconds)
 
     def measure(self, groups: list[GroupResult], seconds: float, planned: float) -> Iterator[GroupResult]:
-        """The groups of one benchmark, one after the other, with their rows filled in within ``seconds``."""
+        """The groups of one benchmark, one after the other, each again whenever more of its rows are filled in."""
         groups_blocks = [(group, _blocks(group)) for group in groups]
         whole = left = sum(block.weight for _, blocks in groups_blocks for block in blocks)
         end = time.monotonic() + seconds
@@ -97,8 +98,8 @@ class Runner:
                 self._fill(group, block, share, planned * block.weight / whole)
                 left -= block.weight
                 self._done += planned * block.weight / whole
-            group.compute_speedups()
-            yield group
+                group.compute_speedups()
+                yield group
 
     def _fill(self, group: GroupResult, block: Block, seconds: float, planned: float) -> None:
         """Times with each allocator, then memory; each of these gets an equal part of the time."""
