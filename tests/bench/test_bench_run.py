@@ -166,10 +166,17 @@ def test_benchmarks_that_are_late_are_shortened(workers: type[FakeWorkers]) -> N
     assert budgets == [pytest.approx(50 / 3), pytest.approx(10 / 3)]
 
 
-def test_results_come_group_by_group(workers: type[FakeWorkers]) -> None:
-    groups = [_group(_case("tiled"), name=name) for name in ("first", "second")]
-    seen = [(len(made.groups), made.complete) for made in run("rules", {"rules": groups}, Options(), budget=90.0)]
-    assert seen == [(1, False), (2, False), (2, True)]
+def test_results_come_as_they_are_measured(workers: type[FakeWorkers]) -> None:
+    """Two rounds of the first group, one of the second."""
+    groups = [
+        _group(_case("tiled"), _case("tiled", round_key="b"), name="first"),
+        _group(_case("tiled"), name="second"),
+    ]
+    seen = [
+        ([sum(bool(row.time) for row in group.rows) for group in made.groups], made.complete)
+        for made in run("rules", {"rules": groups}, Options(), budget=90.0)
+    ]
+    assert seen == [([1], False), ([2], False), ([2, 1], False), ([2, 1], True)]
 
 
 def test_quick_runs_are_strict(workers: type[FakeWorkers]) -> None:
