@@ -16,7 +16,7 @@ import torch
 from builders import SMALL_MODELS, assert_close, build, image, small_config
 from PIL import Image
 
-from vision_longformer import ModelConfig, VisionLongformer, create_model, load, model_config, save
+from vision_longformer import ModelConfig, VisionLongformer, load, model_config, save
 from vision_longformer.classification.evaluate import evaluate
 from vision_longformer.classification.export import export_model, load_exported_classifier
 from vision_longformer.classification.predict import predict
@@ -283,14 +283,19 @@ def test_mechanisms_at_any_size(name: str, format: str, tmp_path: Path) -> None:
         assert_close(load_exported(exported.path)(images), model(images), 1e-4)
 
 
+def _shallow(name: str) -> VisionLongformer:
+    """A named model with one block per stage: tracing takes long, and further blocks are like the first."""
+    config = model_config(name)
+    return _drawn(config.override(stages=[replace(stage, depth=1) for stage in config.stages]))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["tiny", "tiny_ape", "small", "small_ape"])
-@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize(
+    ("size", "format"), [("tiny", "onnx"), ("tiny_ape", "pt2"), ("small", "pt2"), ("small_ape", "onnx")]
+)
 def test_full_width_and_size(size: str, format: str, tmp_path: Path) -> None:
-    """ViL-Tiny and ViL-Small with one block per stage: tracing takes long, and further blocks are like the first."""
-    config = model_config(f"vision_longformer_{size}")
-    shallow = config.override(stages=[replace(stage, depth=1) for stage in config.stages])
-    exported = export_model(_drawn(shallow), tmp_path / f"model.{format}", format=format, dynamic=True)
+    model = _shallow(f"vision_longformer_{size}")
+    exported = export_model(model, tmp_path / f"model.{format}", format=format, dynamic=True)
     assert [one.shape[2:] for one in exported.differences] == [(224, 224), (225, 301), (640, 480), (32, 32)]
     assert max(one.difference / one.largest for one in exported.differences) <= 1e-4
 
@@ -299,6 +304,6 @@ def test_full_width_and_size(size: str, format: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mechanism", ["full", "global", "linformer", "sra64", "performer", "partial_vil"])
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 def test_other_mechanisms_at_full_size(mechanism: str, format: str, tmp_path: Path) -> None:
-    model = create_model(f"msvit_tiny_1_1_9_1_{mechanism}")
+    model = _shallow(f"msvit_tiny_1_1_9_1_{mechanism}")
     exported = export_model(model, tmp_path / f"model.{format}", format=format)
-    assert max(one.difference for one in exported.differences) <= 1e-4
+    assert max(one.difference / one.largest for one in exported.differences) <= 1e-4
