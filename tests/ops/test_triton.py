@@ -44,7 +44,7 @@ CASES = [
     {"grid": (5, 7), "window": 3, "neighbours": 3, "dim": 16},
     {"grid": (5, 4), "window": 2, "rule": "exact", "neighbours": 8, "dim": 16, "heads": 1},
     {"grid": (5, 7), "window": 3, "rule": "cyclic_release", "neighbours": 5, "global_tokens": 3, "dim": 16, "heads": 1},
-    {"grid": (8, 7), "window": 2, "dim": 16, "heads": 1},
+    {"grid": (8, 7), "window": 2, "dim": 48, "heads": 1},
 ]
 
 
@@ -173,10 +173,7 @@ def check_compiled(kernels: list[Any], chip: str) -> None:
         done, wanted = executed(code), demanded(kernel.compiled.asm["ttgir"])
         unrolled = kernel.options.get("TILES", MANY) < MANY  # such a loop's products are there once for each tile
         assert done >= wanted > 0 if unrolled else done == wanted > 0, kernel.name
-        once = kernel.name == "global_gradient_kernel"  # its loops run once for up to 16 global tokens
-        assert code.spills_in_loops() <= (1 if once and kernel.options["SLICE"] < kernel.options["BLOCK_D"] else 0), (
-            kernel.name
-        )
+        assert code.spills_in_loops() == 0, kernel.name
 
 
 def test_compiles() -> None:
@@ -188,7 +185,7 @@ def test_compiles() -> None:
     ("chip", "half_dim", "float_dim"),
     [
         ("sm_80", 32, 64), ("sm_86", 64, 64), ("sm_89", 64, 32), ("sm_90", 64, 64), ("sm_100", 64, 64),
-        ("sm_120", 64, 32),
+        ("sm_120", 64, 32), ("sm_120", 64, 64),
     ],
 )  # fmt: skip
 def test_compiles_for_every_chip(chip: str, half_dim: int, float_dim: int) -> None:
@@ -270,7 +267,7 @@ def test_launches_of_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shares_of_the_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for the sums of three programs per head makes three shares of 32 chunks: 11, 11 and 10."""
+    """Room for the sums of three programs per head makes three shares of 32 chunks: every third one is of the same."""
     monkeypatch.setattr(launch, "MOST_PARTIAL_SUMS", 3 * 2 * 14 * 64 * 32)
     seen: dict[str, tuple[int, tuple[Any, ...]]] = {}
     monkeypatch.setattr(launch, "launch", lambda kernel, count, *a, **_: seen.update({kernel.__name__: (count, a)}))
@@ -279,7 +276,7 @@ def test_shares_of_the_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     out, lse = launch.forward(inputs, spec := LocalSpec(Grid(28, 28), 7, "chunk", "all", 1, 1.0))
     launch.backward(out, inputs, out, lse, spec, True, False)
     count, arguments = seen["query_gradient_kernel"]
-    assert (count, arguments[-2:]) == (3 * 2, (32, 11))
+    assert (count, arguments[-2:]) == (3 * 2, (32, 3))
 
 
 @pytest.mark.parametrize(

@@ -200,16 +200,23 @@ def load_rows(
 ):  # fmt: skip
     """Rows of DIM numbers in slices, zero where not present; WHOLE: all are present."""
     rows = ()
-    for start in tl.static_range(0, BLOCK_D, SLICE):
-        axis = start + tl.arange(0, SLICE)
-        cells = token[:, None] * stride + axis[None, :]
-        if WHOLE and DIM == BLOCK_D:
-            rows += (tl.load(pointer + cells),)
-        elif WHOLE:
-            rows += (tl.load(pointer + cells, mask=(axis < DIM)[None, :], other=0.0),)
-        else:
-            rows += (tl.load(pointer + cells, mask=(axis < DIM)[None, :] & present[:, None], other=0.0),)
+    for i in tl.static_range(BLOCK_D // SLICE):
+        rows += (load_slice(pointer, token, stride, present, i, DIM, SLICE, WHOLE),)
     return rows
+
+
+@triton.jit
+def load_slice(
+    pointer, token, stride, present, i: tl.constexpr, DIM: tl.constexpr, SLICE: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """The i-th slice of rows, as :func:`load_rows`."""
+    axis = i * SLICE + tl.arange(0, SLICE)
+    cells = token[:, None] * stride + axis[None, :]
+    if WHOLE and (i + 1) * SLICE <= DIM:
+        return tl.load(pointer + cells)
+    if WHOLE:
+        return tl.load(pointer + cells, mask=(axis < DIM)[None, :], other=0.0)
+    return tl.load(pointer + cells, mask=(axis < DIM)[None, :] & present[:, None], other=0.0)
 
 
 @triton.jit
@@ -249,12 +256,39 @@ def products(left, right, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def load_products(
+    left, pointer, token, stride, present, total, DIM: tl.constexpr, SLICE: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """:func:`load_rows` and their :func:`products`, slice after slice: each one's operands are gone before the next."""
+    rows = ()
+    for i in tl.static_range(len(left)):
+        rows += (load_slice(pointer, token, stride, present, i, DIM, SLICE, WHOLE),)
+        total = tl.dot(left[i], tl.trans(rows[i]), total, input_precision=PRECISION)
+    return rows, total
+
+
+@triton.jit
 def weighted_sums(weights, rows, totals, PRECISION: tl.constexpr):
     """Sums of rows by weights (sums, rows), added to ``totals``."""
     added = ()
     for i in tl.static_range(len(rows)):
         added += (tl.dot(weights.to(rows[i].dtype), rows[i], totals[i], input_precision=PRECISION),)
     return added
+
+
+@triton.jit
+def load_weighted(
+    weights, left, pointer, token, stride, present, total, totals, DIM: tl.constexpr, SLICE: tl.constexpr,
+    PRECISION: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """:func:`load_products` with :func:`weighted_sums` of the same rows, slice after slice."""
+    rows, added = (), ()
+    for i in tl.static_range(len(left)):
+        rows += (load_slice(pointer, token, stride, present, i, DIM, SLICE, WHOLE),)
+        total = tl.dot(left[i], tl.trans(rows[i]), total, input_precision=PRECISION)
+        added += (tl.dot(weights.to(rows[i].dtype), rows[i], totals[i], input_precision=PRECISION),)
+    return rows, total, added
 
 
 @triton.jit

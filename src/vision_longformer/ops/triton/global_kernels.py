@@ -152,30 +152,9 @@ def global_gradient_kernel(
     batch, head = sample // heads, sample % heads
     token = tile * BLOCK_G + tl.arange(0, BLOCK_G)
     present, k_start, v_start = token < global_tokens, start_of(k, batch, head), start_of(v, batch, head)
-    queries, grads, lse, delta = load_global_queries(
-        global_rows, token, batch, head, heads, global_tokens, DIM, BLOCK_D, SLICE
-    )
     cell = sample.to(tl.int64) * global_tokens + token
     step = samples.to(tl.int64) * global_tokens
-    gradient = scaled(load_rows(sums_ptr, cell + 2 * step, DIM, present, DIM, BLOCK_D, SLICE), 1 / scale)
     nothing = tl.zeros((BLOCK_G, BLOCK_G), tl.float32)
-    for start in tl.range(0, global_tokens, BLOCK_G, disable_licm=True):
-        other = start + tl.arange(0, BLOCK_G)
-        is_other = other < global_tokens
-        other_keys = load_rows(k_start, other, k.token, is_other, DIM, BLOCK_D, SLICE)
-        other_values = load_rows(v_start, other, v.token, is_other, DIM, BLOCK_D, SLICE)
-        scores = products(queries, other_keys, nothing, PRECISION)
-        scores += from_global_scores(global_rows, token[:, None], other[None, :], head, global_tokens, scale)
-        scores = tl.where(is_other[None, :], scores, float("-inf"))
-        grad_weights = products(grads, other_values, nothing, PRECISION)
-        _, grad_scores = score_gradients(scores, scale * LOG2E, lse[:, None], grad_weights, delta[:, None])
-        gradient = weighted_sums(grad_scores, other_keys, gradient, PRECISION)
-        entry = bias_ptr + cell[:, None] * (global_tokens + 1) + other[None, :]
-        tl.store(entry, grad_scores, mask=present[:, None] & is_other[None, :])
-    store_rows(start_of(grad_q, batch, head), token, grad_q.token, present, gradient, scale, DIM, SLICE)
-    local = tl.load(bias_sums_ptr + cell, mask=present)
-    tl.store(bias_ptr + cell * (global_tokens + 1) + global_tokens, local, mask=present)
-
     keys = load_rows(k_start, token, k.token, present, DIM, BLOCK_D, SLICE)
     values = load_rows(v_start, token, v.token, present, DIM, BLOCK_D, SLICE)
     key_gradient = scaled(load_rows(sums_ptr, cell, DIM, present, DIM, BLOCK_D, SLICE), 1 / scale)
@@ -196,3 +175,24 @@ def global_gradient_kernel(
         key_gradient = weighted_sums(grad_scores, other_queries, key_gradient, PRECISION)
     store_rows(start_of(grad_k, batch, head), token, grad_k.token, present, key_gradient, scale, DIM, SLICE)
     store_rows(start_of(grad_v, batch, head), token, grad_v.token, present, value_gradient, 1, DIM, SLICE)
+
+    queries, grads, lse, delta = load_global_queries(
+        global_rows, token, batch, head, heads, global_tokens, DIM, BLOCK_D, SLICE
+    )
+    gradient = scaled(load_rows(sums_ptr, cell + 2 * step, DIM, present, DIM, BLOCK_D, SLICE), 1 / scale)
+    for start in tl.range(0, global_tokens, BLOCK_G, disable_licm=True):
+        other = start + tl.arange(0, BLOCK_G)
+        is_other = other < global_tokens
+        other_keys = load_rows(k_start, other, k.token, is_other, DIM, BLOCK_D, SLICE)
+        other_values = load_rows(v_start, other, v.token, is_other, DIM, BLOCK_D, SLICE)
+        scores = products(queries, other_keys, nothing, PRECISION)
+        scores += from_global_scores(global_rows, token[:, None], other[None, :], head, global_tokens, scale)
+        scores = tl.where(is_other[None, :], scores, float("-inf"))
+        grad_weights = products(grads, other_values, nothing, PRECISION)
+        _, grad_scores = score_gradients(scores, scale * LOG2E, lse[:, None], grad_weights, delta[:, None])
+        gradient = weighted_sums(grad_scores, other_keys, gradient, PRECISION)
+        entry = bias_ptr + cell[:, None] * (global_tokens + 1) + other[None, :]
+        tl.store(entry, grad_scores, mask=present[:, None] & is_other[None, :])
+    store_rows(start_of(grad_q, batch, head), token, grad_q.token, present, gradient, scale, DIM, SLICE)
+    local = tl.load(bias_sums_ptr + cell, mask=present)
+    tl.store(bias_ptr + cell * (global_tokens + 1) + global_tokens, local, mask=present)

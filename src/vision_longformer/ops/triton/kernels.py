@@ -19,7 +19,9 @@ from .device import (
     from_stored,
     is_interior,
     key_at,
+    load_products,
     load_rows,
+    load_weighted,
     moved_up,
     place_of,
     products,
@@ -112,22 +114,18 @@ def score_tile(tiles_ptr, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def score_keys(
-    tile, queries, k, v, batch, head, place, area, tiles_ptr, neighbour_ptr, global_tokens,
-    WINDOW: tl.constexpr, RULE: tl.constexpr, BAND: tl.constexpr, NEIGHBOURS: tl.constexpr, DIM: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SLICE: tl.constexpr,
+    tile, queries, k, token, stored, counts, batch, head, tiles_ptr,
+    DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr,
     INTERIOR: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of an inner tile, and the raw scores of an outer tile of queries, −∞ where no key counts."""
-    token, stored, counts = inner_tile(
-        tile, place, area, neighbour_ptr, WINDOW, RULE, BAND, NEIGHBOURS, BLOCK_N, 1, INTERIOR
+    """Keys of an inner tile, and the raw scores of an outer tile of queries, −∞ where no key counts."""
+    scores = score_tile(tiles_ptr, tile, BLOCK_M, BLOCK_N)
+    keys, scores = load_products(
+        queries, start_of(k, batch, head), token, k.token, stored, scores, DIM, SLICE, PRECISION, INTERIOR
     )
-    token += global_tokens
-    keys = load_rows(start_of(k, batch, head), token, k.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
-    values = load_rows(start_of(v, batch, head), token, v.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
-    scores = products(queries, keys, score_tile(tiles_ptr, tile, BLOCK_M, BLOCK_N), PRECISION)
     if not INTERIOR:
         scores = tl.where(counts[None, :], scores, float("-inf"))
-    return keys, values, scores
+    return keys, scores
 
 
 @triton.jit
@@ -151,10 +149,15 @@ def attend_local(
     """The running softmax over all local keys of an outer tile."""
     begin, end = tile_range(place, area, WINDOW, RULE, NEIGHBOURS, BLOCK_N, 1, TILES, INTERIOR)
     for tile in tl.range(begin, end, disable_licm=not INTERIOR or queries[0].dtype == tl.float32):
-        _, values, scores = score_keys(
-            tile, queries, k, v, batch, head, place, area, tiles_ptr, neighbour_ptr, global_tokens,
-            WINDOW, RULE, BAND, NEIGHBOURS, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, SLICE, INTERIOR,
+        token, stored, counts = inner_tile(
+            tile, place, area, neighbour_ptr, WINDOW, RULE, BAND, NEIGHBOURS, BLOCK_N, 1, INTERIOR
+        )
+        token += global_tokens
+        _, scores = score_keys(
+            tile, queries, k, token, stored, counts, batch, head, tiles_ptr,
+            DIM, PRECISION, BLOCK_M, BLOCK_N, SLICE, INTERIOR,
         )  # fmt: skip
+        values = load_rows(start_of(v, batch, head), token, v.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
         highest, total, weighted = online_softmax(scores, values, factor, highest, total, weighted, PRECISION)
     return highest, total, weighted
 
@@ -251,12 +254,18 @@ def load_global_queries(
 
 
 @triton.jit
-def score_gradients(scores, factor, lse, grad_weights, delta, CLAMP: tl.constexpr = False):
-    """Weights from raw scores and log-sum-exps, and gradients of scores; CLAMP: no weight is above 1."""
+def weights_of(scores, factor, lse, CLAMP: tl.constexpr = False):
+    """Weights from raw scores and log-sum-exps; CLAMP: none is above 1."""
     exponents = scores * factor - lse
     if CLAMP:
         exponents = tl.minimum(exponents, 0.0)
-    weights = tl.exp2(exponents)
+    return tl.exp2(exponents)
+
+
+@triton.jit
+def score_gradients(scores, factor, lse, grad_weights, delta):
+    """Weights from raw scores and log-sum-exps, and gradients of scores."""
+    weights = weights_of(scores, factor, lse)
     return weights, weights * (grad_weights - delta)
 
 
@@ -271,11 +280,26 @@ def differentiate_queries(
     """Adds the parts of all local keys to the gradient of queries, and score gradients to the partial sums."""
     begin, end = tile_range(place, area, WINDOW, RULE, NEIGHBOURS, BLOCK_N, 1, TILES, INTERIOR)
     for tile in tl.range(begin, end, disable_licm=not INTERIOR or queries[0].dtype == tl.float32):
-        keys, values, scores = score_keys(
-            tile, queries, k, v, batch, head, place, area, tiles_ptr, neighbour_ptr, global_tokens,
-            WINDOW, RULE, BAND, NEIGHBOURS, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, SLICE, INTERIOR,
-        )  # fmt: skip
-        grad_weights = products(grads, values, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION)
+        token, stored, counts = inner_tile(
+            tile, place, area, neighbour_ptr, WINDOW, RULE, BAND, NEIGHBOURS, BLOCK_N, 1, INTERIOR
+        )
+        token += global_tokens
+        if len(queries) == 1:  # nothing to take in turn; in the other order 16 bits spill on sm_86 and sm_89
+            keys = load_rows(start_of(k, batch, head), token, k.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
+            values = load_rows(start_of(v, batch, head), token, v.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
+            scores = products(queries, keys, score_tile(tiles_ptr, tile, BLOCK_M, BLOCK_N), PRECISION)
+            if not INTERIOR:
+                scores = tl.where(counts[None, :], scores, float("-inf"))
+            grad_weights = products(grads, values, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION)
+        else:
+            keys, scores = score_keys(
+                tile, queries, k, token, stored, counts, batch, head, tiles_ptr,
+                DIM, PRECISION, BLOCK_M, BLOCK_N, SLICE, INTERIOR,
+            )  # fmt: skip
+            grad_weights = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            _, grad_weights = load_products(
+                grads, start_of(v, batch, head), token, v.token, stored, grad_weights, DIM, SLICE, PRECISION, INTERIOR
+            )
         _, grad_scores = score_gradients(scores, factor, lse[:, None], grad_weights, delta[:, None])
         if partial_ptr is not None:
             cells = partial_ptr + tile * (BLOCK_M * BLOCK_N) + tl.arange(0, BLOCK_M * BLOCK_N)
@@ -284,27 +308,26 @@ def differentiate_queries(
     return gradient
 
 
-@triton.jit(do_not_specialize=["heads", "global_tokens", "chunks", "items", "share"])
+@triton.jit(do_not_specialize=["heads", "global_tokens", "chunks", "items", "splits"])
 def query_gradient_kernel(
     q, k, v, out, grad_out, grad_q, lse_ptr, delta_ptr, tiles_ptr, tiles_stride, partial_ptr, global_bias_ptr,
-    neighbour_ptr, dilation_ptr, area, scale, heads, global_tokens, chunks, items, share,
+    neighbour_ptr, dilation_ptr, area, scale, heads, global_tokens, chunks, items, splits,
     WINDOW: tl.constexpr, RULE: tl.constexpr, BAND: tl.constexpr, NEIGHBOURS: tl.constexpr, TILES: tl.constexpr,
     DIM: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries at the same places of ``share`` chunks of the batch, one chunk after the other.
+    """One program: BLOCK_M queries at the same places of every ``splits``-th chunk of the batch, one after the other.
 
     Writes delta (B, heads, N), the product of each output with its gradient, and sums of score gradients over its
     chunks, (programs, inner tiles, elements), float32.
     """
     PARTS: tl.constexpr = (WINDOW * WINDOW + BLOCK_M - 1) // BLOCK_M
     part, head = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % heads
-    first = tl.program_id(0) // (PARTS * heads) * share
     tiles_ptr += head * tiles_stride + part * (TILES * BLOCK_M * BLOCK_N)
     if partial_ptr is not None:
         partial_ptr += tl.program_id(0).to(tl.int64) * (TILES * BLOCK_M * BLOCK_N)
     factor = scale * LOG2E
-    for item in tl.range(first, tl.minimum(first + share, items), disable_licm=True):
+    for item in tl.range(tl.program_id(0) // (PARTS * heads), items, splits, disable_licm=True):
         batch, chunk = item // chunks, item % chunks
         place = place_of(chunk, head, area, dilation_ptr, WINDOW)
         row, column, present = chunk_positions(part, place, WINDOW, BLOCK_M)
@@ -322,11 +345,14 @@ def query_gradient_kernel(
         for start in tl.range(0, global_tokens, BLOCK_G, disable_licm=queries[0].dtype == tl.float32):
             key = start + tl.arange(0, BLOCK_G)
             is_key = key < global_tokens
-            keys = load_rows(start_of(k, batch, head), key, k.token, is_key, DIM, BLOCK_D, SLICE)
-            values = load_rows(start_of(v, batch, head), key, v.token, is_key, DIM, BLOCK_D, SLICE)
-            scores = products(queries, keys, tl.zeros((BLOCK_M, BLOCK_G), tl.float32), PRECISION)
+            nothing = tl.zeros((BLOCK_M, BLOCK_G), tl.float32)
+            _, grad_weights = load_products(
+                grads, start_of(v, batch, head), key, v.token, is_key, nothing, DIM, SLICE, PRECISION, False
+            )
+            keys, scores = load_products(
+                queries, start_of(k, batch, head), key, k.token, is_key, nothing, DIM, SLICE, PRECISION, False
+            )
             scores += global_scores(global_bias_ptr, key, head, global_tokens, scale)[None, :]
-            grad_weights = products(grads, values, tl.zeros((BLOCK_M, BLOCK_G), tl.float32), PRECISION)
             _, grad_scores = score_gradients(scores, factor, lse[:, None], grad_weights, delta[:, None])
             gradient = weighted_sums(grad_scores, keys, gradient, PRECISION)
         if is_interior(place, area.above, area.below, WINDOW):
@@ -363,15 +389,16 @@ def differentiate_keys(
         token, stored, _ = inner_tile(
             tile, place, area, neighbour_ptr, WINDOW, RULE, BAND, NEIGHBOURS, BLOCK_N, -1, INTERIOR
         )
-        queries = load_rows(q_start, token, q.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
-        grads = load_rows(grad_start, token, grad_out.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
+        scores = score_tile(tiles_ptr, tile, BLOCK_M, BLOCK_N)
+        queries, scores = load_products(keys, q_start, token, q.token, stored, scores, DIM, SLICE, PRECISION, INTERIOR)
         lse = tl.load(lse_ptr + token, mask=stored, other=0.0)
         delta = tl.load(delta_ptr + token, mask=stored, other=0.0)
-        scores = products(keys, queries, score_tile(tiles_ptr, tile, BLOCK_M, BLOCK_N), PRECISION)
-        grad_weights = products(values, grads, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION)
-        weights, grad_scores = score_gradients(scores, factor, lse[None, :], grad_weights, delta[None, :], not INTERIOR)
-        value_gradient = weighted_sums(weights, grads, value_gradient, PRECISION)
-        key_gradient = weighted_sums(grad_scores, queries, key_gradient, PRECISION)
+        weights = weights_of(scores, factor, lse[None, :], not INTERIOR)
+        _, grad_weights, value_gradient = load_weighted(
+            weights, values, grad_start, token, grad_out.token, stored, tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
+            value_gradient, DIM, SLICE, PRECISION, INTERIOR,
+        )  # fmt: skip
+        key_gradient = weighted_sums(weights * (grad_weights - delta[None, :]), queries, key_gradient, PRECISION)
     return key_gradient, value_gradient
 
 
