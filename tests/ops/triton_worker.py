@@ -95,13 +95,13 @@ def far_heads() -> None:
     assert torch.equal(out, expected)
 
 
-def guarded(**options: Any) -> None:
-    """Float16 inputs with NaNs before and after each row of tokens: whoever reads them shows."""
-    case = Case(batch=1, **options)
-    tensors = case.tensors(torch.float16)
+def guarded(dtype: str, **options: Any) -> None:
+    """Inputs with NaNs before and after each row of tokens, and of numbers: whoever reads them shows."""
+    case, precision = Case(batch=1, **options), getattr(torch, dtype)
+    tensors = case.tensors(precision)
     got = run("triton_gpu", case, tensors | {name: _amid_nans(tensors[name]) for name in ("q", "k", "v")})
-    for name, expected in oracle(case, torch.float16).items():
-        assert_close(got[name], expected, TOLERANCES[torch.float16], name)
+    for name, expected in oracle(case, precision).items():
+        assert_close(got[name], expected, TOLERANCES[precision], name)
 
 
 def guarded_rows(**options: Any) -> None:
