@@ -25,6 +25,7 @@ from vision_longformer.studies.job import Job, Watch, run_job
 from vision_longformer.studies.planning import missing_data, plan, study_costs
 from vision_longformer.studies.results import ResultStore
 from vision_longformer.studies.runner import Outcome, count_threads, local_executor, open_store, run_study
+from vision_longformer.training import meter
 from vision_longformer.training.meter import read_cost
 from vision_longformer.training.recipe import to_yaml
 
@@ -187,14 +188,16 @@ def _job(folder: Path, study: Study, number: int = 0, seed: int = 0) -> Job:
     return job
 
 
-def test_a_job_writes_its_result_once(tmp_path: Path) -> None:
+def test_a_job_writes_its_result_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a crash left before the first step is cleared, and the result stays; with other settings it is refused."""
+    monkeypatch.setattr(meter, "start_peak", lambda: 3_000)
+    monkeypatch.setattr(meter, "peak", lambda: 10_000)
     job = _job(tmp_path, make_study(sizes=(2,)))
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     run_job(job)
     result = json.loads(job.result_file.read_text())
     assert set(result["metrics"]) == {"top1", "top5", "loss", "top1 at 2×"}
-    assert (result["seed"], result["settings"]["steps"], result["peak_bytes"] > 0) == (0, 3, True)
+    assert (result["seed"], result["settings"]["steps"], result["peak_bytes"]) == (0, 3, 7_000)
     assert 0 < result["processor_seconds"] < 60
     before = job.result_file.stat().st_mtime_ns
     run_job(job)

@@ -153,11 +153,11 @@ def attend_local(
             tile, place, area, neighbour_ptr, WINDOW, RULE, BAND, NEIGHBOURS, BLOCK_N, 1, INTERIOR
         )
         token += global_tokens
+        values = load_rows(start_of(v, batch, head), token, v.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
         _, scores = score_keys(
             tile, queries, k, token, stored, counts, batch, head, tiles_ptr,
             DIM, PRECISION, BLOCK_M, BLOCK_N, SLICE, INTERIOR,
         )  # fmt: skip
-        values = load_rows(start_of(v, batch, head), token, v.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
         highest, total, weighted = online_softmax(scores, values, factor, highest, total, weighted, PRECISION)
     return highest, total, weighted
 
@@ -389,16 +389,29 @@ def differentiate_keys(
         token, stored, _ = inner_tile(
             tile, place, area, neighbour_ptr, WINDOW, RULE, BAND, NEIGHBOURS, BLOCK_N, -1, INTERIOR
         )
-        scores = score_tile(tiles_ptr, tile, BLOCK_M, BLOCK_N)
-        queries, scores = load_products(keys, q_start, token, q.token, stored, scores, DIM, SLICE, PRECISION, INTERIOR)
+        if len(keys) == 1:  # as for queries: in the other order 16 bits spill on sm_80
+            queries = load_rows(q_start, token, q.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
+            grads = load_rows(grad_start, token, grad_out.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
         lse = tl.load(lse_ptr + token, mask=stored, other=0.0)
         delta = tl.load(delta_ptr + token, mask=stored, other=0.0)
-        weights = weights_of(scores, factor, lse[None, :], not INTERIOR)
-        _, grad_weights, value_gradient = load_weighted(
-            weights, values, grad_start, token, grad_out.token, stored, tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
-            value_gradient, DIM, SLICE, PRECISION, INTERIOR,
-        )  # fmt: skip
-        key_gradient = weighted_sums(weights * (grad_weights - delta[None, :]), queries, key_gradient, PRECISION)
+        scores, grad_weights = score_tile(tiles_ptr, tile, BLOCK_M, BLOCK_N), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if len(keys) == 1:
+            scores = products(keys, queries, scores, PRECISION)
+            grad_weights = products(values, grads, grad_weights, PRECISION)
+            weights = weights_of(scores, factor, lse[None, :], not INTERIOR)
+            grad_scores = weights * (grad_weights - delta[None, :])
+            value_gradient = weighted_sums(weights, grads, value_gradient, PRECISION)
+        else:
+            queries, scores = load_products(
+                keys, q_start, token, q.token, stored, scores, DIM, SLICE, PRECISION, INTERIOR
+            )
+            weights = weights_of(scores, factor, lse[None, :], not INTERIOR)
+            _, grad_weights, value_gradient = load_weighted(
+                weights, values, grad_start, token, grad_out.token, stored, grad_weights,
+                value_gradient, DIM, SLICE, PRECISION, INTERIOR,
+            )  # fmt: skip
+            grad_scores = weights * (grad_weights - delta[None, :])
+        key_gradient = weighted_sums(grad_scores, queries, key_gradient, PRECISION)
     return key_gradient, value_gradient
 
 
