@@ -25,7 +25,7 @@ from vision_longformer.bench.fork_server import ChildFailed, ForkServer
 from vision_longformer.large.memory import format_bytes, free_memory, parse_bytes
 
 MODEL, STRIDE = "vision_longformer_tiny", 32
-SMALL_SIDES, CLOSE = (1024, 2048), 0.03
+SMALL_SIDES, CLOSE = (2048, 4096), 0.03
 STEP_SECONDS = 24 * 3600.0
 
 
