@@ -389,25 +389,27 @@ def differentiate_keys(
         token, stored, _ = inner_tile(
             tile, place, area, neighbour_ptr, WINDOW, RULE, BAND, NEIGHBOURS, BLOCK_N, -1, INTERIOR
         )
+        nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if len(keys) == 1:  # as for queries: in the other order 16 bits spill on sm_80
             queries = load_rows(q_start, token, q.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
             grads = load_rows(grad_start, token, grad_out.token, stored, DIM, BLOCK_D, SLICE, INTERIOR)
-        lse = tl.load(lse_ptr + token, mask=stored, other=0.0)
-        delta = tl.load(delta_ptr + token, mask=stored, other=0.0)
-        scores, grad_weights = score_tile(tiles_ptr, tile, BLOCK_M, BLOCK_N), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if len(keys) == 1:
-            scores = products(keys, queries, scores, PRECISION)
-            grad_weights = products(values, grads, grad_weights, PRECISION)
+            lse = tl.load(lse_ptr + token, mask=stored, other=0.0)
+            delta = tl.load(delta_ptr + token, mask=stored, other=0.0)
+            scores = products(keys, queries, score_tile(tiles_ptr, tile, BLOCK_M, BLOCK_N), PRECISION)
+            grad_weights = products(values, grads, nothing, PRECISION)
             weights = weights_of(scores, factor, lse[None, :], not INTERIOR)
             grad_scores = weights * (grad_weights - delta[None, :])
             value_gradient = weighted_sums(weights, grads, value_gradient, PRECISION)
         else:
+            scores = score_tile(tiles_ptr, tile, BLOCK_M, BLOCK_N)
             queries, scores = load_products(
                 keys, q_start, token, q.token, stored, scores, DIM, SLICE, PRECISION, INTERIOR
             )
+            lse = tl.load(lse_ptr + token, mask=stored, other=0.0)
+            delta = tl.load(delta_ptr + token, mask=stored, other=0.0)
             weights = weights_of(scores, factor, lse[None, :], not INTERIOR)
             _, grad_weights, value_gradient = load_weighted(
-                weights, values, grad_start, token, grad_out.token, stored, grad_weights,
+                weights, values, grad_start, token, grad_out.token, stored, nothing,
                 value_gradient, DIM, SLICE, PRECISION, INTERIOR,
             )  # fmt: skip
             grad_scores = weights * (grad_weights - delta[None, :])
