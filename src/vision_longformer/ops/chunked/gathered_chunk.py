@@ -1,37 +1,27 @@
 """Sliding chunk by one gather of keys and one of values: the form of local attention that exported graphs hold.
 
-Chunks that see keys at the same offsets are computed together. Where the size of the map is known these are the
-corners, the edges and the inside, each with just the keys that exist: no mask, no padding, and the numbers of tokens
-are constants. Where it is a symbol all chunks are alike, and keys beyond the map are masked.
+Where the size of the map is known, chunks that see keys at the same offsets are computed together: the corners, the
+edges and the inside, each with just the keys that exist and one bias, and the numbers of tokens are constants. Where
+the size is a symbol, all chunks are computed together: each gathers as many rows and columns of keys as exist, three
+chunks of them at most, some of them twice.
+
+Tokens are gathered head by head, straight into the layout of torch's attention, which runtimes have a kernel for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
-from ..chunks import contiguous_copy
 from ..spec import Implementation, Inputs, LocalSpec, refuse_dilation, refuse_halo
-
-
-class ChunkClass(NamedTuple):
-    """M chunks that see keys at the same offsets.
-
-    ``queries`` (M, n) are numbers of local tokens, ``keys`` (M, G + m) of all tokens, the global ones first.
-    ``entries`` (n, G + m) are places in what :func:`_biases` returns. ``outside`` (M, 1, G + m): keys that are not in
-    the map, None if all are.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    entries: np.ndarray
-    outside: Tensor | None = None
+from .whole_map import softmax_attention
 
 
 def _refusal(spec: LocalSpec, q: Tensor) -> str | None:
@@ -43,36 +33,53 @@ def _refusal(spec: LocalSpec, q: Tensor) -> str | None:
 def _attend(inputs: Inputs, spec: LocalSpec) -> Tensor:
     if any(isinstance(length, torch.SymInt) for length in spec.grid):
         return attend_any_size(inputs, spec)
-    device, width, count = inputs.q.device, spec.grid.width, int(inputs.global_tokens(spec))
-    classes, order = [], []
+    return _attend_by_class(inputs, spec)
+
+
+def _gather(x: Tensor, numbers: Tensor) -> Tensor:
+    """From (B, N, heads, dim) the rows of the given numbers, token · heads + head, of any shape: (B, …, dim)."""
+    return x.flatten(1, 2).index_select(1, numbers.flatten()).unflatten(1, numbers.shape)
+
+
+def _tokens(rows: Any, columns: Any, width: int) -> Any:
+    """Numbers of the tokens at rows (a, n₁) and columns (b, n₂) of each of a·b chunks, (ab, n₁n₂)."""
+    numbers = rows[:, None, :, None] * width + columns[None, :, None, :]
+    return numbers.reshape(-1, rows.shape[1] * columns.shape[1])
+
+
+def _biases(inputs: Inputs, spec: LocalSpec) -> Tensor:
+    """What may be added to a score, (heads, G + (4w)²): the bias of each global key; then that of each offset, row by
+    row, with −∞ in a last row and a last column, for keys that are not seen."""
+    q, _, _, bias, global_bias, _ = inputs
+    given, heads, side = next((x for x in (bias, global_bias) if x is not None), q), q.shape[2], 4 * spec.window - 1
+    to_global = given.new_zeros(heads, inputs.global_tokens(spec)) if global_bias is None else global_bias
+    local = F.pad(given.new_zeros(heads, side, side) if bias is None else bias, (0, 1, 0, 1), value=float("-inf"))
+    return torch.cat([to_global, local.flatten(1)], 1)
+
+
+# A map of known size
+
+
+def _attend_by_class(inputs: Inputs, spec: LocalSpec) -> Tensor:
+    """The chunks of a class are a batch, (B · M, heads, n, dim), with one bias for all."""
+    heads, device, count = inputs.q.shape[2], inputs.q.device, int(inputs.global_tokens(spec))
+    plain = inputs.bias is None and inputs.global_bias is None and spec.rule == "chunk"
+    biases, outputs, order = None if plain else _biases(inputs, spec), [], []
     for rows, columns in product(*(_axis_classes(length, spec.window) for length in spec.grid)):
-        queries, local = (_tokens(*pair, width) for pair in zip(rows, columns, strict=True))
+        own, local = (_tokens(*pair, spec.grid.width) for pair in zip(rows, columns, strict=True))
         keys = np.concatenate([np.tile(np.arange(count), (len(local), 1)), local + count], 1)
-        row_offsets, column_offsets = (seeing[0][:, None] - seen[0] for seeing, seen in (rows, columns))
-        entries = _entries(row_offsets, column_offsets, spec, count)
-        classes.append(ChunkClass(torch.tensor(queries, device=device), torch.tensor(keys, device=device), entries))
-        order.append(queries.ravel())
-    places = np.argsort(np.concatenate(order))
-    return _attend_classes(inputs, spec, classes, torch.tensor(places, device=device))
-
-
-def attend_any_size(inputs: Inputs, spec: LocalSpec) -> Tensor:
-    """As for a known size, but with all chunks alike: the same operators for every size of map."""
-    window, device, (height, width) = spec.window, inputs.q.device, spec.grid
-    count, steps = int(inputs.global_tokens(spec)), np.arange(-window, 2 * window)
-    offsets = steps[window : 2 * window, None] - steps
-    rows, columns = (_positions(chunks, steps, window, device) for chunks in spec.chunks)
-    outside = _beyond(rows, height)[:, None, :, None] | _beyond(columns, width)[None, :, None, :]
-    outside = F.pad(outside.reshape(-1, 1, len(steps) ** 2), (count, 0))
-    rows, columns = rows.clamp(max=height - 1).clamp(min=0), columns.clamp(max=width - 1).clamp(min=0)
-    own = slice(window, 2 * window)
-    queries, local = _tokens(rows[:, own], columns[:, own], width), _tokens(rows, columns, width)
-    to_all = torch.arange(count, device=device).expand(local.shape[0], -1)
-    every = ChunkClass(queries, torch.cat([to_all, local + count], 1), _entries(offsets, offsets, spec, count), outside)
-    row, column = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
-    first = (row // window * spec.chunks.width + column // window) * window**2
-    places = first + row % window * window + column % window
-    return _attend_classes(inputs, spec, [every], places.flatten())
+        own, keys = (tokens[:, None] * heads + np.arange(heads)[:, None] for tokens in (own, keys))
+        numbers = {"q": torch.tensor(own, device=device), "k": torch.tensor(keys, device=device)}
+        q, k, v = _gather(inputs.q, numbers["q"]), _gather(inputs.k, numbers["k"]), _gather(inputs.v, numbers["k"])
+        mask = None
+        if biases is not None:
+            entries = _entries(*(seeing[0][:, None] - seen[0] for seeing, seen in (rows, columns)), spec, count)
+            mask = biases.index_select(1, torch.tensor(entries.ravel(), device=device)).unflatten(1, entries.shape)
+        out = softmax_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask, spec.scale)
+        outputs.append(out.reshape(q.shape[0], own.size, out.shape[-1]))
+        order.append(own.ravel())
+    places = torch.tensor(np.argsort(np.concatenate(order)), device=device)
+    return torch.cat(outputs, 1).index_select(1, places).unflatten(1, (-1, heads))
 
 
 def _axis_classes(length: int, window: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -87,63 +94,128 @@ def _axis_classes(length: int, window: int) -> list[tuple[np.ndarray, np.ndarray
     ]
 
 
-def _positions(chunks: int, steps: np.ndarray, window: int, device: torch.device) -> Tensor:
-    """Positions ``steps`` away from the start of each chunk of an axis, (chunks, steps)."""
-    return torch.arange(chunks, device=device)[:, None] * window + torch.tensor(steps, device=device)
-
-
-def _beyond(positions: Tensor, length: int) -> Tensor:
-    return (positions < 0) | (positions >= length)
-
-
-def _tokens(rows: Any, columns: Any, width: int) -> Any:
-    """Numbers of the tokens at rows (a, n₁) and columns (b, n₂) of each of a·b chunks, (ab, n₁n₂)."""
-    numbers = rows[:, None, :, None] * width + columns[None, :, None, :]
-    return numbers.reshape(-1, rows.shape[1] * columns.shape[1])
-
-
-def _attend_classes(inputs: Inputs, spec: LocalSpec, classes: Sequence[ChunkClass], places: Tensor) -> Tensor:
-    """``places`` (N,) are those of the tokens of the map among the queries of all classes."""
-    q, k, v = (contiguous_copy(x.transpose(1, 2)) for x in (inputs.q * spec.scale, inputs.k, inputs.v))
-    biases, outputs = _biases(inputs, spec), []
-    for one in classes:
-        scores = _gather(q, one.queries) @ _gather(k, one.keys).transpose(-1, -2)
-        if biases is not None:
-            entries = torch.tensor(one.entries.ravel(), device=q.device)
-            scores = scores + biases.index_select(1, entries).unflatten(1, (1, *one.entries.shape))
-        if one.outside is not None:
-            scores = scores.masked_fill(one.outside, float("-inf"))
-        outputs.append((scores.softmax(-1).to(v.dtype) @ _gather(v, one.keys)).flatten(2, 3))
-    return contiguous_copy(torch.cat(outputs, 2).index_select(2, places).transpose(1, 2))
-
-
-def _gather(tokens: Tensor, numbers: Tensor) -> Tensor:
-    """(B, heads, N, dim) and numbers of tokens (M, n) to (B, heads, M, n, dim)."""
-    return tokens.index_select(2, numbers.flatten()).unflatten(2, numbers.shape)
-
-
-def _biases(inputs: Inputs, spec: LocalSpec) -> Tensor | None:
-    """What may be added to a score, (heads or 1, G + (4w-1)² + 1): the bias of each global key, of each offset, row by
-    row, and −∞ for a key that does not count; None if nothing is."""
-    q, _, _, bias, global_bias, _ = inputs
-    if bias is None and global_bias is None and spec.rule == "chunk":
-        return None
-    given = next((x for x in (bias, global_bias) if x is not None), q.new_zeros(1, 0))
-    to_global = given.new_zeros(given.shape[0], inputs.global_tokens(spec)) if global_bias is None else global_bias
-    local = given.new_zeros(given.shape[0], (4 * spec.window - 1) ** 2) if bias is None else bias.flatten(1)
-    return torch.cat([to_global, local, given.new_full((given.shape[0], 1), float("-inf"))], 1)
-
-
 def _entries(rows: np.ndarray, columns: np.ndarray, spec: LocalSpec, count: int) -> np.ndarray:
     """Places in the biases for all pairs of queries and keys, (n₁n₂, G + m₁m₂), from their offsets along each axis,
     (n₁, m₁) and (n₂, m₂)."""
-    side, centre = 4 * spec.window - 1, 2 * spec.window - 1
-    rows, columns = rows[:, None, :, None], columns[None, :, None, :]
-    local = count + (rows + centre) * side + columns + centre
-    if spec.rule == "exact":
-        local = np.where(np.maximum(abs(rows), abs(columns)) > spec.window, count + side * side, local)
+    side = 4 * spec.window
+    rows, columns = (
+        np.where((spec.rule == "exact") & (abs(offsets) > spec.window), side - 1, offsets + side // 2 - 1)
+        for offsets in (rows, columns)
+    )
+    local = count + rows[:, None, :, None] * side + columns[None, :, None, :]
     local = local.reshape(local.shape[0] * local.shape[1], -1)
     return np.concatenate([np.tile(np.arange(count), (len(local), 1)), local], 1)
+
+
+# A map of any size
+
+
+class AnySize(NamedTuple):
+    """Where the tokens and biases of M chunks are, whatever the size of the map: each gathers m keys, of three chunks by
+    three or of as many rows and columns as there are.
+
+    A chunk with fewer neighbours repeats keys that it sees, and the values of repeated ones are those of a row of zeros
+    behind the others. ``queries`` (heads, M, n), ``keys`` and ``values`` (heads, M, G + m) are token · heads + head.
+    ``columns`` (c₂, w, m₂) are entries of pairs of a query and a key along the columns of the biases; ``runs``
+    (c₁, c₂, w, w, m₁) those of the runs of m₂ biases that ``columns`` makes of each row. ``places`` (N, heads) are those
+    of the tokens of the map among the queries.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    columns: Tensor
+    runs: Tensor
+    places: Tensor
+
+
+def attend_any_size(inputs: Inputs, spec: LocalSpec) -> Tensor:
+    """All chunks of a head are heads of their own, (B, heads · M, n, dim), each with its bias.
+
+    A repeated key has the score of the one that it repeats and a value of zero, and so has the column of ones beside the
+    values, which sums the weights that count. To mask keys by −∞ takes runtimes three times as long: exponentials of
+    such scores are denormal numbers on the way.
+    """
+    batch, _, heads, dim = inputs.q.shape
+    count, tokens = int(inputs.global_tokens(spec)), inputs.v.shape[1]
+    plan = _planned(spec, heads, count, inputs.q.device)
+    v = F.pad(torch.cat([inputs.v, inputs.v.new_ones(batch, tokens, heads, 1)], 3), (0, 0, 0, 0, 0, 1))
+    q, k, v = (
+        _gather(x, numbers).flatten(1, 2)
+        for x, numbers in ((inputs.q, plan.queries), (inputs.k, plan.keys), (v, plan.values))
+    )
+    sums = softmax_attention(q, k, v, _chunk_biases(inputs, spec, plan), spec.scale)
+    out = (sums[..., :dim] / sums[..., dim:]).flatten(1, 2)
+    return out.index_select(1, plan.places.flatten()).unflatten(1, plan.places.shape)
+
+
+def _chunk_biases(inputs: Inputs, spec: LocalSpec, plan: AnySize) -> Tensor | None:
+    """The bias of each chunk, (heads · M, n, G + m), None if there is none to add."""
+    if inputs.bias is None and inputs.global_bias is None and spec.rule == "chunk":
+        return None
+    side = 4 * spec.window
+    to_global, table = _biases(inputs, spec).split((int(inputs.global_tokens(spec)), side * side), 1)
+    runs = table.unflatten(1, (side, side)).index_select(2, plan.columns.flatten())
+    runs = runs.unflatten(2, plan.columns.shape).flatten(1, 3)
+    local = runs.index_select(1, plan.runs.flatten()).unflatten(1, plan.runs.shape)
+    local = local.flatten(5, 6).flatten(3, 4).flatten(1, 2)
+    return torch.cat([to_global[:, None, None].expand(-1, *local.shape[1:3], -1), local], 3).flatten(0, 1)
+
+
+_PLANS: WeakKeyDictionary[Any, dict[Any, AnySize]] = WeakKeyDictionary()
+"""By the tracer of a graph, so that the blocks of a stage share their plan in it: it is most of what there is to trace."""
+
+
+def _planned(spec: LocalSpec, heads: int, count: int, device: torch.device) -> AnySize:
+    mode = get_proxy_mode()
+    if mode is None or not all(isinstance(length, torch.SymInt) for length in spec.grid):
+        return _plan(spec, heads, count, device)
+    plans = _PLANS.setdefault(mode.tracer, {})
+    sizes = tuple(length.node.expr for length in spec.grid)
+    key = (*sizes, spec.window, spec.rule, heads, count, device)
+    if key not in plans:
+        plans[key] = _plan(spec, heads, count, device)
+    return plans[key]
+
+
+def _plan(spec: LocalSpec, heads: int, count: int, device: torch.device) -> AnySize:
+    window, (height, width) = spec.window, spec.grid
+    axes = [_axis_plan(*lengths, spec, device) for lengths in zip(spec.grid, spec.chunks, strict=True)]
+    queries, keys, counts, entries = zip(*axes, strict=True)
+    local = _tokens(*keys, width) + count
+    counted = (counts[0][:, None, :, None] & counts[1][:, None]).reshape(local.shape)
+    to_global, head = torch.arange(count, device=device), torch.arange(heads, device=device)
+    seen, valued = (
+        torch.cat([to_global.expand(local.shape[0], -1), tokens], 1)
+        for tokens in (local, local.where(counted, count + height * width))
+    )
+    length = spec.chunks.width * window
+    run = torch.arange(length, device=device).unflatten(0, (-1, window))[:, None, :, None]
+    row, column = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
+    first = (row // window * spec.chunks.width + column // window) * window**2
+    places = (first + row % window * window + column % window).flatten()[:, None]
+    return AnySize(
+        *(tokens * heads + head[:, None, None] for tokens in (_tokens(*queries, width), seen, valued)),
+        columns=entries[1],
+        runs=entries[0][:, None, :, None] * length + run,
+        places=places + head * (spec.chunks.tokens * window**2),
+    )
+
+
+def _axis_plan(length: int, chunks: int, spec: LocalSpec, device: torch.device) -> tuple[Tensor, ...]:
+    """Of the c chunks of an axis the positions of their queries (c, w) and of m keys (c, m), whether a key counts or is
+    repeated (c, m), and the entries of all pairs along an axis of the biases (c, w, m)."""
+    window = spec.window
+    start = torch.arange(chunks, device=device)[:, None] * window
+    gathered = torch.sym_min(length, 3 * window)
+    queries = start + torch.arange(window, device=device)
+    among = (start - window).clamp(max=length - gathered).clamp(min=0) + torch.arange(gathered, device=device)
+    keys = among.maximum(start - window).minimum(start + (2 * window - 1))
+    offsets = queries[:, :, None] - keys[:, None]
+    entries = offsets + (2 * window - 1)
+    if spec.rule == "exact":
+        entries = entries.masked_fill(offsets.abs() > window, 4 * window - 1)
+    return queries.clamp(max=length - 1), keys, keys == among, entries
 
 
 GATHERED_CHUNK = Implementation(_refusal, _attend)

@@ -22,7 +22,7 @@ def _refusal(spec: LocalSpec, q: Tensor) -> str | None:
 
 
 def _attend(inputs: Inputs, spec: LocalSpec) -> Tensor:
-    return _softmax_attention(inputs.q, inputs, spec, _local_bias(inputs, spec))
+    return _attend_rows(inputs.q, inputs, spec, _local_bias(inputs, spec))
 
 
 def attend_all_rows(q: Tensor, inputs: Inputs, spec: LocalSpec, from_global_bias: Tensor | None) -> Tensor:
@@ -32,12 +32,12 @@ def attend_all_rows(q: Tensor, inputs: Inputs, spec: LocalSpec, from_global_bias
     """
     local = _local_bias(inputs, spec)
     if local is None and from_global_bias is None:
-        return _softmax_attention(q, inputs, spec, None)
+        return _attend_rows(q, inputs, spec, None)
     count, keys = inputs.global_tokens(spec), inputs.k.shape[1]
     heads, tokens = q.shape[2], spec.grid.tokens
     local = q.new_zeros(heads, tokens, keys) if local is None else local
     above = q.new_zeros(heads, count, keys) if from_global_bias is None else from_global_bias
-    return _softmax_attention(q, inputs, spec, torch.cat([above, local], 1))
+    return _attend_rows(q, inputs, spec, torch.cat([above, local], 1))
 
 
 def _local_bias(inputs: Inputs, spec: LocalSpec) -> Tensor | None:
@@ -52,14 +52,18 @@ def _local_bias(inputs: Inputs, spec: LocalSpec) -> Tensor | None:
     return torch.cat([to_global[:, None].expand(-1, tokens, -1), local], -1)
 
 
-def _softmax_attention(q: Tensor, inputs: Inputs, spec: LocalSpec, mask: Tensor | None) -> Tensor:
+def _attend_rows(q: Tensor, inputs: Inputs, spec: LocalSpec, mask: Tensor | None) -> Tensor:
     """Queries (B, n, heads, dim) to all keys, ``mask`` (heads, n, G + K) added to the scores."""
     q, k, v = (x.transpose(1, 2) for x in (q, inputs.k, inputs.v))
+    return softmax_attention(q, k, v, mask, spec.scale).transpose(1, 2)
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of queries (B, heads, n, dim) to keys and values (B, heads, m, dim), ``mask`` (heads, n, m) added."""
     if mask is None or mask.dtype == q.dtype:
-        mask = None if mask is None else mask[None]
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=spec.scale).transpose(1, 2)
-    scores = (q * spec.scale) @ k.transpose(-1, -2) + mask  # torch's kernel would round the mask to 16 bits
-    return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, None if mask is None else mask[None], scale=scale)
+    scores = (q * scale) @ k.transpose(-1, -2) + mask  # torch's kernel would round the mask to 16 bits
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 WHOLE_MAP = Implementation(_refusal, _attend)
