@@ -49,7 +49,10 @@ def _tokens(rows: Any, columns: Any, width: int) -> Any:
 
 def _biases(inputs: Inputs, spec: LocalSpec) -> Tensor:
     """What may be added to a score, (heads, G + (4w)²): the bias of each global key; then that of each offset, row by
-    row, with −∞ in a last row and a last column, for keys that are not seen."""
+    row, with −∞ in a last row and a last column, for keys that are not seen.
+
+    Without any it is zero: OpenVINO 2026.4 computes something else where attention has no mask and tokens are gathered.
+    """
     q, _, _, bias, global_bias, _ = inputs
     given, heads, side = next((x for x in (bias, global_bias) if x is not None), q), q.shape[2], 4 * spec.window - 1
     to_global = given.new_zeros(heads, inputs.global_tokens(spec)) if global_bias is None else global_bias
@@ -62,21 +65,21 @@ def _biases(inputs: Inputs, spec: LocalSpec) -> Tensor:
 
 def _attend_by_class(inputs: Inputs, spec: LocalSpec) -> Tensor:
     """The chunks of a class are a batch, (B · M, heads, n, dim), with one bias for all."""
-    heads, device, count = inputs.q.shape[2], inputs.q.device, int(inputs.global_tokens(spec))
-    plain = inputs.bias is None and inputs.global_bias is None and spec.rule == "chunk"
-    biases, outputs, order = None if plain else _biases(inputs, spec), [], []
+    batch, device = inputs.q.shape[0], inputs.q.device
+    heads, dim, count = map(int, (*inputs.q.shape[2:], inputs.global_tokens(spec)))  # torch.jit.trace has tensors
+    biases, outputs, order = _biases(inputs, spec), [], []
     for rows, columns in product(*(_axis_classes(length, spec.window) for length in spec.grid)):
         own, local = (_tokens(*pair, spec.grid.width) for pair in zip(rows, columns, strict=True))
         keys = np.concatenate([np.tile(np.arange(count), (len(local), 1)), local + count], 1)
         own, keys = (tokens[:, None] * heads + np.arange(heads)[:, None] for tokens in (own, keys))
-        numbers = {"q": torch.tensor(own, device=device), "k": torch.tensor(keys, device=device)}
-        q, k, v = _gather(inputs.q, numbers["q"]), _gather(inputs.k, numbers["k"]), _gather(inputs.v, numbers["k"])
-        mask = None
-        if biases is not None:
-            entries = _entries(*(seeing[0][:, None] - seen[0] for seeing, seen in (rows, columns)), spec, count)
-            mask = biases.index_select(1, torch.tensor(entries.ravel(), device=device)).unflatten(1, entries.shape)
-        out = softmax_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask, spec.scale)
-        outputs.append(out.reshape(q.shape[0], own.size, out.shape[-1]))
+        q, k, v = (
+            _gather(x, torch.tensor(numbers, device=device)).flatten(0, 1)
+            for x, numbers in ((inputs.q, own), (inputs.k, keys), (inputs.v, keys))
+        )
+        offsets = [seeing[0][:, None] - seen[0] for seeing, seen in (rows, columns)]
+        entries = _entries(offsets[0], offsets[1], spec, count)
+        mask = biases.index_select(1, torch.tensor(entries.ravel(), device=device)).unflatten(1, entries.shape)
+        outputs.append(softmax_attention(q, k, v, mask, spec.scale).reshape(batch, own.size, dim))
         order.append(own.ravel())
     places = torch.tensor(np.argsort(np.concatenate(order)), device=device)
     return torch.cat(outputs, 1).index_select(1, places).unflatten(1, (-1, heads))
@@ -111,13 +114,13 @@ def _entries(rows: np.ndarray, columns: np.ndarray, spec: LocalSpec, count: int)
 
 
 class AnySize(NamedTuple):
-    """Where the tokens and biases of M chunks are, whatever the size of the map: each gathers m keys, of three chunks by
-    three or of as many rows and columns as there are.
+    """Where the tokens and biases of M chunks are. Each gathers m keys: three chunks by three, or fewer rows or columns
+    if there are no more.
 
-    A chunk with fewer neighbours repeats keys that it sees, and the values of repeated ones are those of a row of zeros
-    behind the others. ``queries`` (heads, M, n), ``keys`` and ``values`` (heads, M, G + m) are token · heads + head.
-    ``columns`` (c₂, w, m₂) are entries of pairs of a query and a key along the columns of the biases; ``runs``
-    (c₁, c₂, w, w, m₁) those of the runs of m₂ biases that ``columns`` makes of each row. ``places`` (N, heads) are those
+    A chunk with fewer neighbours than that repeats keys that it sees; the values of repeated ones are a row of zeros
+    behind the others. ``queries`` (heads · M · n), ``keys`` and ``values`` (heads · M · (G + m)) are token · heads +
+    head. ``columns`` are the entries of pairs of a query and a key along the columns of the biases, (c₂ · w · m₂), and
+    ``runs`` (M · n · m₁) places of the runs of m₂ biases that these make of each row. ``places`` (N · heads) are those
     of the tokens of the map among the queries.
     """
 
@@ -132,46 +135,42 @@ class AnySize(NamedTuple):
 def attend_any_size(inputs: Inputs, spec: LocalSpec) -> Tensor:
     """All chunks of a head are heads of their own, (B, heads · M, n, dim), each with its bias.
 
-    A repeated key has the score of the one that it repeats and a value of zero, and so has the column of ones beside the
-    values, which sums the weights that count. To mask keys by −∞ takes runtimes three times as long: exponentials of
-    such scores are denormal numbers on the way.
+    A repeated key has the score of the one that it repeats and a value of zero, and so has the column of ones beside
+    the values, which sums the weights that count. To mask keys by −∞ takes runtimes three times as long: exponentials
+    of such scores are denormal numbers on the way.
     """
-    batch, _, heads, dim = inputs.q.shape
-    count, tokens = int(inputs.global_tokens(spec)), inputs.v.shape[1]
-    plan = _planned(spec, heads, count, inputs.q.device)
-    v = F.pad(torch.cat([inputs.v, inputs.v.new_ones(batch, tokens, heads, 1)], 3), (0, 0, 0, 0, 0, 1))
+    batch, tokens, heads, dim = inputs.q.shape
+    plan, chunks = _planned(inputs, spec), heads * spec.chunks.tokens
+    v = F.pad(torch.cat([inputs.v, inputs.v.new_ones(*inputs.v.shape[:3], 1)], 3), (0, 0, 0, 0, 0, 1))
     q, k, v = (
-        _gather(x, numbers).flatten(1, 2)
+        x.flatten(1, 2).index_select(1, numbers).view(batch, chunks, -1, x.shape[-1])
         for x, numbers in ((inputs.q, plan.queries), (inputs.k, plan.keys), (v, plan.values))
     )
     sums = softmax_attention(q, k, v, _chunk_biases(inputs, spec, plan), spec.scale)
-    out = (sums[..., :dim] / sums[..., dim:]).flatten(1, 2)
-    return out.index_select(1, plan.places.flatten()).unflatten(1, plan.places.shape)
+    out = sums[..., :dim] / sums[..., dim:]
+    return out.flatten(1, 2).index_select(1, plan.places).view(batch, tokens, heads, dim)
 
 
-def _chunk_biases(inputs: Inputs, spec: LocalSpec, plan: AnySize) -> Tensor | None:
-    """The bias of each chunk, (heads · M, n, G + m), None if there is none to add."""
-    if inputs.bias is None and inputs.global_bias is None and spec.rule == "chunk":
-        return None
-    side = 4 * spec.window
+def _chunk_biases(inputs: Inputs, spec: LocalSpec, plan: AnySize) -> Tensor:
+    """The bias of each chunk, (heads · M, n, G + m)."""
+    side, heads, size = 4 * spec.window, inputs.q.shape[2], spec.window**2
     to_global, table = _biases(inputs, spec).split((int(inputs.global_tokens(spec)), side * side), 1)
-    runs = table.unflatten(1, (side, side)).index_select(2, plan.columns.flatten())
-    runs = runs.unflatten(2, plan.columns.shape).flatten(1, 3)
-    local = runs.index_select(1, plan.runs.flatten()).unflatten(1, plan.runs.shape)
-    local = local.flatten(5, 6).flatten(3, 4).flatten(1, 2)
-    return torch.cat([to_global[:, None, None].expand(-1, *local.shape[1:3], -1), local], 3).flatten(0, 1)
+    runs = table.view(heads, side, side).index_select(2, plan.columns)
+    runs = runs.view(heads, side * spec.chunks.width * spec.window, -1).index_select(1, plan.runs)
+    local = runs.view(heads, spec.chunks.tokens, size, -1)
+    return torch.cat([to_global[:, None, None].expand(-1, spec.chunks.tokens, size, -1), local], 3).flatten(0, 1)
 
 
 _PLANS: WeakKeyDictionary[Any, dict[Any, AnySize]] = WeakKeyDictionary()
-"""By the tracer of a graph, so that the blocks of a stage share their plan in it: it is most of what there is to trace."""
+"""By the tracer of a graph, in which all blocks of a stage share a plan: it is most of what there is to trace."""
 
 
-def _planned(spec: LocalSpec, heads: int, count: int, device: torch.device) -> AnySize:
-    mode = get_proxy_mode()
-    if mode is None or not all(isinstance(length, torch.SymInt) for length in spec.grid):
+def _planned(inputs: Inputs, spec: LocalSpec) -> AnySize:
+    heads, count, device = inputs.q.shape[2], int(inputs.global_tokens(spec)), inputs.q.device
+    mode, sizes = get_proxy_mode(), [str(length) for length in spec.grid]
+    if mode is None:
         return _plan(spec, heads, count, device)
     plans = _PLANS.setdefault(mode.tracer, {})
-    sizes = tuple(length.node.expr for length in spec.grid)
     key = (*sizes, spec.window, spec.rule, heads, count, device)
     if key not in plans:
         plans[key] = _plan(spec, heads, count, device)
@@ -179,32 +178,42 @@ def _planned(spec: LocalSpec, heads: int, count: int, device: torch.device) -> A
 
 
 def _plan(spec: LocalSpec, heads: int, count: int, device: torch.device) -> AnySize:
-    window, (height, width) = spec.window, spec.grid
-    axes = [_axis_plan(*lengths, spec, device) for lengths in zip(spec.grid, spec.chunks, strict=True)]
-    queries, keys, counts, entries = zip(*axes, strict=True)
-    local = _tokens(*keys, width) + count
-    counted = (counts[0][:, None, :, None] & counts[1][:, None]).reshape(local.shape)
-    to_global, head = torch.arange(count, device=device), torch.arange(heads, device=device)
-    seen, valued = (
-        torch.cat([to_global.expand(local.shape[0], -1), tokens], 1)
-        for tokens in (local, local.where(counted, count + height * width))
-    )
-    length = spec.chunks.width * window
-    run = torch.arange(length, device=device).unflatten(0, (-1, window))[:, None, :, None]
+    window, (height, width), chunks = spec.window, spec.grid, spec.chunks
+    rows, columns = (_axis_plan(*lengths, spec, device) for lengths in zip(spec.grid, chunks, strict=True))
+    head, zeros = torch.arange(heads, device=device), height * width
+    counted = _tokens((rows.keys * width).where(rows.counts, zeros), columns.keys.where(columns.counts, zeros), 1)
+    to_global = torch.arange(count, device=device).expand(chunks.tokens, -1)
+    seen = torch.cat([to_global, _tokens(rows.keys, columns.keys, width) + count], 1)
+    valued = torch.cat([to_global, counted.clamp(max=zeros) + count], 1)
+    run = torch.arange(chunks.width * window, device=device).view(-1, 1, window, 1)
     row, column = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
-    first = (row // window * spec.chunks.width + column // window) * window**2
-    places = (first + row % window * window + column % window).flatten()[:, None]
+    first = (row // window * chunks.width + column // window) * window**2
+    places = (first + row % window * window + column % window).view(-1, 1)
+
+    def of_heads(tokens: Tensor) -> Tensor:
+        return (tokens * heads + head[:, None, None]).flatten()
+
     return AnySize(
-        *(tokens * heads + head[:, None, None] for tokens in (_tokens(*queries, width), seen, valued)),
-        columns=entries[1],
-        runs=entries[0][:, None, :, None] * length + run,
-        places=places + head * (spec.chunks.tokens * window**2),
+        queries=of_heads(_tokens(rows.queries, columns.queries, width)),
+        keys=of_heads(seen),
+        values=of_heads(valued),
+        columns=columns.entries.flatten(),
+        runs=(rows.entries[:, None, :, None] * (chunks.width * window) + run).flatten(),
+        places=(places + head * (chunks.tokens * window**2)).flatten(),
     )
 
 
-def _axis_plan(length: int, chunks: int, spec: LocalSpec, device: torch.device) -> tuple[Tensor, ...]:
+class AxisPlan(NamedTuple):
     """Of the c chunks of an axis the positions of their queries (c, w) and of m keys (c, m), whether a key counts or is
     repeated (c, m), and the entries of all pairs along an axis of the biases (c, w, m)."""
+
+    queries: Tensor
+    keys: Tensor
+    counts: Tensor
+    entries: Tensor
+
+
+def _axis_plan(length: int, chunks: int, spec: LocalSpec, device: torch.device) -> AxisPlan:
     window = spec.window
     start = torch.arange(chunks, device=device)[:, None] * window
     gathered = torch.sym_min(length, 3 * window)
@@ -215,7 +224,7 @@ def _axis_plan(length: int, chunks: int, spec: LocalSpec, device: torch.device) 
     entries = offsets + (2 * window - 1)
     if spec.rule == "exact":
         entries = entries.masked_fill(offsets.abs() > window, 4 * window - 1)
-    return queries.clamp(max=length - 1), keys, keys == among, entries
+    return AxisPlan(queries.clamp(max=length - 1), keys, keys == among, entries)
 
 
 GATHERED_CHUNK = Implementation(_refusal, _attend)

@@ -308,27 +308,30 @@ def differentiate_queries(
     return gradient
 
 
-@triton.jit(do_not_specialize=["heads", "global_tokens", "chunks", "items", "share"])
+@triton.jit(do_not_specialize=["heads", "global_tokens", "chunks", "items", "splits"])
 def query_gradient_kernel(
     q, k, v, out, grad_out, grad_q, lse_ptr, delta_ptr, tiles_ptr, tiles_stride, partial_ptr, global_bias_ptr,
-    neighbour_ptr, dilation_ptr, area, scale, heads, global_tokens, chunks, items, share,
+    neighbour_ptr, dilation_ptr, area, scale, heads, global_tokens, chunks, items, splits,
     WINDOW: tl.constexpr, RULE: tl.constexpr, BAND: tl.constexpr, NEIGHBOURS: tl.constexpr, TILES: tl.constexpr,
     DIM: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries at the same places of ``share`` chunks of the batch, one chunk after the other.
+    """One program: BLOCK_M queries at the same places of one in ``splits`` of the batch's chunks, one after the other.
 
     Writes delta (B, heads, N), the product of each output with its gradient, and sums of score gradients over its
     chunks, (programs, inner tiles, elements), float32.
     """
     PARTS: tl.constexpr = (WINDOW * WINDOW + BLOCK_M - 1) // BLOCK_M
     part, head = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS % heads
-    first = tl.program_id(0) // (PARTS * heads) * share
+    begin, end, step = tl.program_id(0) // (PARTS * heads), items, splits
+    if q.data.dtype.element_ty != tl.float32:  # chunks side by side: of every splits-th one, 16 bits spill
+        share = tl.cdiv(items, splits)
+        begin, end, step = begin * share, tl.minimum(begin * share + share, items), 1
     tiles_ptr += head * tiles_stride + part * (TILES * BLOCK_M * BLOCK_N)
     if partial_ptr is not None:
         partial_ptr += tl.program_id(0).to(tl.int64) * (TILES * BLOCK_M * BLOCK_N)
     factor = scale * LOG2E
-    for item in tl.range(first, tl.minimum(first + share, items), disable_licm=True):
+    for item in tl.range(begin, end, step, disable_licm=True):
         batch, chunk = item // chunks, item % chunks
         place = place_of(chunk, head, area, dilation_ptr, WINDOW)
         row, column, present = chunk_positions(part, place, WINDOW, BLOCK_M)

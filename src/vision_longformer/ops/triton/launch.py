@@ -116,8 +116,6 @@ def differentiate(
     items, splits = batch * chunks, batch * chunks
     if needs_bias:
         splits = min(items, max(1, MOST_PARTIAL_SUMS // (heads * tiling.parts * tiling.elements)))
-    share = ceil_div(items, splits)
-    splits = ceil_div(items, share)
     partial = lse.new_zeros(splits, heads, tiling.parts * tiling.elements) if needs_bias else None
     delta, stride = lse.new_empty(batch, heads, lse.stride(1)), _head_stride(inputs, tiling)
     views = tuple(map(view, (q, k, v)))
@@ -126,7 +124,7 @@ def differentiate(
     launch(
         query_gradient_kernel, tiling.parts * heads * splits,
         *views, *map(view, (out, grad_out)), grad_q, lse, delta, by_query, stride, partial, dense(global_bias),
-        *common, chunks, items, share, **_constants(q, spec, tiling, float_stages=2), BLOCK_G=BLOCK_G,
+        *common, chunks, items, splits, **_constants(q, spec, tiling, float_stages=2), BLOCK_G=BLOCK_G,
     )  # fmt: skip
     key_chunks = _key_chunk_count(spec)
     launch(
