@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from vision_longformer import local_attention
+from vision_longformer.export.writers import trace
 from vision_longformer.geometry import RULES, Grid
 from vision_longformer.ops import IMPLEMENTATIONS, automatic, cpu, triton
 from vision_longformer.ops.chunked import gathered_chunk
@@ -526,6 +527,44 @@ def test_chunks_that_see_keys_at_the_same_offsets() -> None:
     classes = [(queries.tolist(), keys.tolist()) for queries, keys in gathered_chunk._axis_classes(5, 2)]
     assert classes == [([[0, 1]], [[0, 1, 2, 3]]), ([[2, 3]], [[0, 1, 2, 3, 4]]), ([[4]], [[2, 3, 4]])]
     assert [len(queries) for queries, _ in gathered_chunk._axis_classes(56, 7)] == [1, 6, 1]
+
+
+@pytest.mark.parametrize(
+    ("length", "keys", "counts"),
+    [
+        (5, [[0, 1, 2, 3, 3], [0, 1, 2, 3, 4], [2, 2, 2, 3, 4]], [0b11110, 0b11111, 0b00111]),
+        (7, [[0, 1, 2, 3, 3, 3], [0, 1, 2, 3, 4, 5], [2, 2, 3, 4, 5, 6], [4, 4, 4, 4, 5, 6]],
+         [0b111100, 0b111111, 0b011111, 0b000111]),
+    ],
+)  # fmt: skip
+def test_keys_of_a_chunk_on_a_map_of_any_size(length: int, keys: list[list[int]], counts: list[int]) -> None:
+    """Chunks of two: as many keys for each, those that it sees first of all, and every one of these counts once."""
+    spec, device = LocalSpec(Grid(1, 1), 2, "chunk", "all", 1, 1.0), torch.device("cpu")
+    plan = gathered_chunk._axis_plan(length, -(-length // 2), spec, device)
+    assert plan.keys.tolist() == keys
+    assert [int("".join(str(int(one)) for one in row), 2) for row in plan.counts.tolist()] == counts
+    assert plan.queries[0].tolist() == [0, 1]
+    assert plan.entries[0, 0].tolist() == [3 - key for key in keys[0]]  # offsets from −3 to 3, counted from 0
+
+
+def test_blocks_of_one_size_share_a_plan_in_a_graph() -> None:
+    class Blocks(torch.nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.depth = depth
+
+        def forward(self, image: Tensor) -> Tensor:
+            tokens = image.flatten(1, 2)[:, :, None]
+            for _ in range(self.depth):
+                tokens = local_attention(tokens, tokens, tokens, tuple(image.shape[1:3]), window=2)
+            return tokens
+
+    def count(depth: int) -> int:
+        shapes = ({1: torch.export.Dim("height", min=1), 2: torch.export.Dim("width", min=1)},)
+        program = trace(Blocks(depth), (torch.randn(1, 9, 9, 4),), shapes)
+        return sum("arange" in str(node.target) for node in program.graph.nodes)
+
+    assert count(3) == count(1) > 0
 
 
 def test_auto_never_takes_what_is_only_for_comparison() -> None:
