@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
+from ..chunks import contiguous_copy
 from ..spec import Implementation, Inputs, LocalSpec, refuse_dilation, refuse_halo
 from .whole_map import softmax_attention
 
@@ -37,8 +38,8 @@ def _attend(inputs: Inputs, spec: LocalSpec) -> Tensor:
 
 
 def _gather(x: Tensor, numbers: Tensor) -> Tensor:
-    """From (B, N, heads, dim) the rows of the given numbers, token · heads + head, of any shape: (B, …, dim)."""
-    return x.flatten(1, 2).index_select(1, numbers.flatten()).unflatten(1, numbers.shape)
+    """From (B, N, heads, dim) the rows of the given numbers (n,), token · heads + head: (B, n, dim)."""
+    return contiguous_copy(x).flatten(1, 2).index_select(1, numbers)
 
 
 def _tokens(rows: Any, columns: Any, width: int) -> Any:
@@ -73,13 +74,14 @@ def _attend_by_class(inputs: Inputs, spec: LocalSpec) -> Tensor:
         keys = np.concatenate([np.tile(np.arange(count), (len(local), 1)), local + count], 1)
         own, keys = (tokens[:, None] * heads + np.arange(heads)[:, None] for tokens in (own, keys))
         q, k, v = (
-            _gather(x, torch.tensor(numbers, device=device)).flatten(0, 1)
+            _gather(x, torch.tensor(numbers.ravel(), device=device)).unflatten(1, numbers.shape).flatten(0, 1)
             for x, numbers in ((inputs.q, own), (inputs.k, keys), (inputs.v, keys))
         )
         offsets = [seeing[0][:, None] - seen[0] for seeing, seen in (rows, columns)]
         entries = _entries(offsets[0], offsets[1], spec, count)
         mask = biases.index_select(1, torch.tensor(entries.ravel(), device=device)).unflatten(1, entries.shape)
-        outputs.append(softmax_attention(q, k, v, mask, spec.scale).reshape(batch, own.size, dim))
+        out = contiguous_copy(softmax_attention(q, k, v, mask, spec.scale))
+        outputs.append(out.view(batch, own.size, dim))
         order.append(own.ravel())
     places = torch.tensor(np.argsort(np.concatenate(order)), device=device)
     return torch.cat(outputs, 1).index_select(1, places).unflatten(1, (-1, heads))
@@ -143,11 +145,11 @@ def attend_any_size(inputs: Inputs, spec: LocalSpec) -> Tensor:
     plan, chunks = _planned(inputs, spec), heads * spec.chunks.tokens
     v = F.pad(torch.cat([inputs.v, inputs.v.new_ones(*inputs.v.shape[:3], 1)], 3), (0, 0, 0, 0, 0, 1))
     q, k, v = (
-        x.flatten(1, 2).index_select(1, numbers).view(batch, chunks, -1, x.shape[-1])
+        _gather(x, numbers).view(batch, chunks, -1, x.shape[-1])
         for x, numbers in ((inputs.q, plan.queries), (inputs.k, plan.keys), (v, plan.values))
     )
     sums = softmax_attention(q, k, v, _chunk_biases(inputs, spec, plan), spec.scale)
-    out = sums[..., :dim] / sums[..., dim:]
+    out = contiguous_copy(sums[..., :dim] / sums[..., dim:])
     return out.flatten(1, 2).index_select(1, plan.places).view(batch, tokens, heads, dim)
 
 
