@@ -120,10 +120,11 @@ class AnySize(NamedTuple):
     if there are no more.
 
     A chunk with fewer neighbours than that repeats keys that it sees; the values of repeated ones are a row of zeros
-    behind the others. ``queries`` (heads · M · n), ``keys`` and ``values`` (heads · M · (G + m)) are token · heads +
-    head. ``columns`` are the entries of pairs of a query and a key along the columns of the biases, (c₂ · w · m₂), and
-    ``runs`` (M · n · m₁) places of the runs of m₂ biases that these make of each row. ``places`` (N · heads) are those
-    of the tokens of the map among the queries.
+    behind the others. Without global tokens each chunk repeats its own first token in the place of one, so that there
+    are two keys at least: of one, a graph would not know whether to broadcast it. ``queries`` (heads · M · n), ``keys``
+    and ``values`` (heads · M · (G + m), G at least 1) are token · heads + head. ``columns`` are the entries of pairs of
+    a query and a key along the columns of the biases, (c₂ · w · m₂), and ``runs`` (M · n · m₁) places of the runs of m₂
+    biases that these make of each row. ``places`` (N · heads) are those of the tokens of the map among the queries.
     """
 
     queries: Tensor
@@ -157,10 +158,15 @@ def _chunk_biases(inputs: Inputs, spec: LocalSpec, plan: AnySize) -> Tensor:
     """The bias of each chunk, (heads · M, n, G + m)."""
     side, heads, size = 4 * spec.window, inputs.q.shape[2], spec.window**2
     to_global, table = _biases(inputs, spec).split((int(inputs.global_tokens(spec)), side * side), 1)
+    first = to_global[:, None, None]
+    if inputs.global_tokens(spec) == 0:
+        steps = np.arange(spec.window) + 2 * spec.window - 1
+        entries = torch.tensor((steps[:, None] * side + steps).ravel(), device=table.device)
+        first = table.index_select(1, entries)[:, None, :, None]
     runs = table.view(heads, side, side).index_select(2, plan.columns)
     runs = runs.view(heads, side * spec.chunks.width * spec.window, -1).index_select(1, plan.runs)
     local = runs.view(heads, spec.chunks.tokens, size, -1)
-    return torch.cat([to_global[:, None, None].expand(-1, spec.chunks.tokens, size, -1), local], 3).flatten(0, 1)
+    return torch.cat([first.expand(-1, spec.chunks.tokens, size, -1), local], 3).flatten(0, 1)
 
 
 _PLANS: WeakKeyDictionary[Any, dict[Any, AnySize]] = WeakKeyDictionary()
@@ -184,9 +190,12 @@ def _plan(spec: LocalSpec, heads: int, count: int, device: torch.device) -> AnyS
     rows, columns = (_axis_plan(*lengths, spec, device) for lengths in zip(spec.grid, chunks, strict=True))
     head, zeros = torch.arange(heads, device=device), height * width
     counted = _tokens((rows.keys * width).where(rows.counts, zeros), columns.keys.where(columns.counts, zeros), 1)
-    to_global = torch.arange(count, device=device).expand(chunks.tokens, -1)
-    seen = torch.cat([to_global, _tokens(rows.keys, columns.keys, width) + count], 1)
-    valued = torch.cat([to_global, counted.clamp(max=zeros) + count], 1)
+    own = _tokens(rows.queries, columns.queries, width)
+    first_keys = first_values = torch.arange(count, device=device).expand(chunks.tokens, -1)
+    if count == 0:
+        first_keys, first_values = own[:, :1], own[:, :1] * 0 + zeros
+    seen = torch.cat([first_keys, _tokens(rows.keys, columns.keys, width) + count], 1)
+    valued = torch.cat([first_values, counted.clamp(max=zeros) + count], 1)
     run = torch.arange(chunks.width * window, device=device).view(-1, 1, window, 1)
     row, column = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
     first = (row // window * chunks.width + column // window) * window**2
@@ -196,7 +205,7 @@ def _plan(spec: LocalSpec, heads: int, count: int, device: torch.device) -> AnyS
         return (tokens * heads + head[:, None, None]).flatten()
 
     return AnySize(
-        queries=of_heads(_tokens(rows.queries, columns.queries, width)),
+        queries=of_heads(own),
         keys=of_heads(seen),
         values=of_heads(valued),
         columns=columns.entries.flatten(),
