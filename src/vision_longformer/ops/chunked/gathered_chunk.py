@@ -139,8 +139,8 @@ def attend_any_size(inputs: Inputs, spec: LocalSpec) -> Tensor:
     """All chunks of a head are heads of their own, (B, heads · M, n, dim), each with its bias.
 
     A repeated key has the score of the one that it repeats and a value of zero, and so has the column of ones beside
-    the values, which sums the weights that count. To mask keys by −∞ takes runtimes three times as long: exponentials
-    of such scores are denormal numbers on the way.
+    the values, which sums the weights that count. To mask keys by −∞ takes onnxruntime three times as long: the
+    exponentials of such scores are denormal numbers.
     """
     batch, tokens, heads, dim = inputs.q.shape
     plan, chunks = _planned(inputs, spec), heads * spec.chunks.tokens
