@@ -6,7 +6,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as symbolic
 
@@ -67,14 +68,14 @@ def trace(module: nn.Module, inputs: tuple[Tensor, ...], dynamic_shapes: Shapes 
     file for any size would then refuse a map of one chunk or an image alone in its batch.
     """
     any_size = symbolic.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]  # as torch.onnx does
-    with torch.no_grad(), any_size:
+    with torch.no_grad(), any_size, _without_shape_cache():
         return torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes, strict=False)
 
 
 def write_onnx(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> None:
     """Write a program as ONNX, weights included; axes that may vary keep their names."""
     names = tuple({axis: dim.__name__ for axis, dim in one.items()} for one in graph.dynamic_shapes or ())
-    with _without_details():
+    with _without_details(), _without_shape_cache():
         converted = torch.onnx.export(
             graph.program,
             input_names=graph.input_names,
@@ -83,12 +84,28 @@ def write_onnx(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> None:
             opset_version=_opset(graph),
             verbose=False,
             dynamo=True,
+            optimize=False,
         )
-    assert converted is not None
+        assert converted is not None
+        _share_constants(converted.model)  # first: optimising takes half as long without repeated nodes
+        converted.optimize()
     for node in converted.model.graph.all_nodes():
         node.metadata_props.clear()  # where in whose file system the operation was traced
     converted.model.metadata_props.update(encode_metadata(metadata))
     converted.save(path, external_data=False)
+
+
+def _share_constants(model: Any) -> None:
+    """Nodes that compute the same become one."""
+    from onnx_ir.passes import common
+
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.CommonSubexpressionEliminationPass()(model)
+
+
+def _without_shape_cache() -> AbstractContextManager[None]:
+    """Shapes of symbolic sizes take torch longer to look up than to compute again."""
+    return dynamo.patch(fake_tensor_cache_enabled=False)
 
 
 @contextmanager
