@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from vision_longformer.classification.own_images import derive_settings
 from vision_longformer.classification.recipe import ClassificationRecipe
 from vision_longformer.classification.task import ClassificationTask
 from vision_longformer.cli.main import main
+from vision_longformer.data.images import ImageError
 from vision_longformer.hub import save_pretrained
 from vision_longformer.models import VisionLongformer
 from vision_longformer.models.zoo import model_config
@@ -288,6 +290,33 @@ def test_what_a_checkpoint_elsewhere_is_evaluated_on(run: tuple[Path, str], tmp_
         ValueError, match=r"is not in a run directory.* give --data DATA\. .* RUN/best\.onnx by default"
     ):
         evaluate(alone)
+
+
+@pytest.fixture(scope="module")
+def skipping_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run with --skip-bad-images on twelve images, of which one that is held out cannot be read; and its name."""
+    data = write_colours(tmp_path_factory.mktemp("data") / "colours", 4)
+    recipe = ClassificationRecipe(data=str(data), batch_size=2)
+    bad = open_splits(recipe).evaluation.names[0]  # type: ignore[union-attr]
+    (data / bad).write_bytes(b"no image")
+    settings = {"data": str(data), "skip_bad_images": True, "epochs": 1, "workers": 0}
+    return train(output=data.parent / "run", **settings).run, bad
+
+
+def test_a_run_that_skips_bad_images_is_evaluated_as_it_was_trained(
+    skipping_run: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One image of each class is held out, one of the three is bad; on other data a bad image stops the command."""
+    run, bad = skipping_run
+    main(["evaluate", str(run), "--workers", "0", "--json"])
+    reported = json.loads(capsys.readouterr().out)
+    assert (reported["samples"], reported["skipped"]) == (2, 1)
+    assert find_images(run / "best.onnx", None, None).skip_bad_images
+    with pytest.raises(ImageError, match=f"{bad} cannot be read"):
+        evaluate(run, workers=0, skip_bad_images=False)
+    copy = shutil.copytree(run.parent / "colours", tmp_path / "copy")
+    with pytest.raises(ImageError, match=f"copy/{bad} cannot be read"):
+        evaluate(run, str(copy), workers=0)
 
 
 def test_a_dry_run_has_the_derived_settings(colours: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from PIL import Image
 
 from vision_longformer import create_model, save
 from vision_longformer.cli.main import main
+from vision_longformer.data.images import ImageError
 from vision_longformer.detection.dataset import Subset, hold_out_images, open_detection, open_splits
 from vision_longformer.detection.derive import derive
 from vision_longformer.detection.estimate import estimate
@@ -169,10 +171,10 @@ def test_a_run_remembers_what_it_held_out(own: tuple[Path, Path, dict[str, str]]
     again = DetectionTask(recipe, make_accelerator(recipe), run)
     assert list(again.splits.evaluation.names) == split["evaluation"]
     assert list(again.splits.train.names) == split["train"]
-    assert eval_images(run, None, None) == (str(folder), "train", tuple(split["evaluation"]))
-    assert eval_images(run, str(folder), None) == (str(folder), "train", tuple(split["evaluation"]))
-    assert eval_images(run, str(folder), "train") == (str(folder), "train", tuple(split["train"]))
-    assert eval_images(run, None, "test") == (str(folder), "test", None)
+    assert eval_images(run, None, None) == (str(folder), "train", tuple(split["evaluation"]), False)
+    assert eval_images(run, str(folder), None) == (str(folder), "train", tuple(split["evaluation"]), False)
+    assert eval_images(run, str(folder), "train") == (str(folder), "train", tuple(split["train"]), False)
+    assert eval_images(run, None, "test") == (str(folder), "test", None, False)
     assert evaluate(run, workers=0).images == len(split["evaluation"])
 
 
@@ -229,10 +231,10 @@ def test_a_folder_of_a_run_is_evaluated_on_what_was_held_out(
     folder, run, _ = own
     split = json.loads((run / "split.json").read_text())
     saved = save_pretrained(run, tmp_path / "my_detector")
-    assert eval_images(saved, str(folder), None) == (str(folder), "train", tuple(split["evaluation"]))
-    assert eval_images(saved, str(folder), "train") == (str(folder), "train", tuple(split["train"]))
+    assert eval_images(saved, str(folder), None) == (str(folder), "train", tuple(split["evaluation"]), False)
+    assert eval_images(saved, str(folder), "train") == (str(folder), "train", tuple(split["train"]), False)
     other = write_coco(tmp_path / "other")
-    assert eval_images(saved, str(other), None) == (str(other), "validation", None)
+    assert eval_images(saved, str(other), None) == (str(other), "validation", None, False)
 
 
 def test_evaluation_of_a_run_by_its_directory(
@@ -241,6 +243,26 @@ def test_evaluation_of_a_run_by_its_directory(
     folder, run, _ = own
     main(["detect", "evaluate", str(run), "--workers", "0"])
     assert f"{run} on {folder}, images that the run held out" in capsys.readouterr().out
+
+
+def test_a_run_that_skips_bad_images_is_evaluated_as_it_was_trained(
+    own: tuple[Path, Path, dict[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A held-out image cannot be read; on other data such an image stops the command."""
+    data, other = (shutil.copytree(own[0], tmp_path / name) for name in ("data", "other"))
+    run = data / "run"
+    held = json.loads((run / "split.json").read_text())["evaluation"]
+    for folder in (data, other):
+        (folder / "images" / held[0]).write_bytes(b"no image")
+    text = (run / "recipe.yaml").read_text().replace(str(own[0]), str(data))
+    (run / "recipe.yaml").write_text(text.replace("skip_bad: false", "skip_bad: true"))
+    main(["detect", "evaluate", str(run), "--workers", "0", "--json"])
+    reported = json.loads(capsys.readouterr().out)
+    assert (reported["images"], reported["skipped"]) == (len(held) - 1, 1)
+    assert eval_images(run / "best.onnx", None, None).skip_bad
+    for options in ({"skip_bad": False}, {"data": str(other)}):
+        with pytest.raises(ImageError, match=rf"{held[0]} cannot be read"):
+            evaluate(run, workers=0, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -346,4 +368,4 @@ def test_a_detector_elsewhere_is_evaluated_on_what_is_given(tmp_path: Path) -> N
         eval_images(write_detector(tmp_path / "detector.safetensors", ["tree"], num_classes=1), None, None)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         eval_images(tmp_path / "none.safetensors", None, None)
-    assert eval_images(tmp_path / "detector.onnx", "trees", None) == ("trees", "validation", None)
+    assert eval_images(tmp_path / "detector.onnx", "trees", None) == ("trees", "validation", None, False)

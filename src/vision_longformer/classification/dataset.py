@@ -157,12 +157,16 @@ def build_train_set(
 
 
 class EvalImages(NamedTuple):
-    """Images to evaluate on: the ``split`` of ``data``, or ``names`` of them if a run divided it, and why those."""
+    """Images to evaluate on: the ``split`` of ``data``, or ``names`` of them if a run divided it, and why those.
+
+    ``skip_bad_images``: whether the run that they are of skips what it cannot read.
+    """
 
     data: str
     split: str
     names: tuple[str, ...] | None = None
     why: str = ""
+    skip_bad_images: bool = False
 
     def __str__(self) -> str:
         return f"{self.data}, {self.why or self.split}"
@@ -195,9 +199,9 @@ def find_images(checkpoint: str | Path, data: str | None, split: str | None) -> 
     divided = Split.read(run)
     names = divided and divided.part(split, recipe.train_split, recipe.eval_split)
     if divided is None or names is None:
-        return EvalImages(recipe.data, split or recipe.eval_split)
+        return EvalImages(recipe.data, split or recipe.eval_split, skip_bad_images=recipe.skip_bad_images)
     why = HELD_OUT_BY_RUN if names is divided.evaluation else TRAINED_ON
-    return EvalImages(recipe.data, recipe.train_split, names, why)
+    return EvalImages(recipe.data, recipe.train_split, names, why, recipe.skip_bad_images)
 
 
 HELD_OUT_BY_RUN, TRAINED_ON = "the images that the run held out", "the images that the run trained on"

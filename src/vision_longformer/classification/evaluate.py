@@ -29,7 +29,7 @@ def evaluate(
     batch_size: int = 64,
     workers: int = 2,
     precision: str = "fp32",
-    skip_bad_images: bool = False,
+    skip_bad_images: bool | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Accuracy and loss of a checkpoint on the ``split`` of ``data``, with its own preprocessing.
@@ -45,7 +45,8 @@ def evaluate(
         batch_size: images at a time in each process.
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.
-        skip_bad_images: leave out images that cannot be read, instead of stopping.
+        skip_bad_images: leave out images that cannot be read, instead of stopping; if None, as the run did on its own
+            data, and not on other data.
         progress: called with what is done and what there is in all.
     """
     check_choice("precision", precision, PRECISIONS)
@@ -59,7 +60,7 @@ def evaluate(
         preprocessing,
         batch_size=batch_size,
         workers=workers,
-        skip_bad_images=skip_bad_images,
+        skip_bad_images=where.skip_bad_images if skip_bad_images is None else skip_bad_images,
         process=Process(state.process_index, state.num_processes),
     )
     result = evaluate_model(model.to(state.device), eval_set, state.device, precision, progress)

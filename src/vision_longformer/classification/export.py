@@ -241,7 +241,9 @@ def compare_exports(
     _, preprocessing, named = classifiers[0]
     where = find_images(before, data, split)
     source = where.open(preprocessing, named)
-    eval_set = build_eval_set(source, preprocessing, batch_size=batch_size, workers=workers)
+    eval_set = build_eval_set(
+        source, preprocessing, batch_size=batch_size, workers=workers, skip_bad_images=where.skip_bad_images
+    )
     first, second = (_Run(classifier.model, len(eval_set.classes)) for classifier in classifiers)
     changed = done = 0
     for index, (images, labels) in enumerate(eval_set.batches()):
@@ -263,9 +265,15 @@ def calibration_batches(
 ) -> list[Tensor]:
     """The first images of a split, about ``count``, in batches (B, C, H, W) as an exported classifier takes them."""
     _, preprocessing, named = load_exported_classifier(path)
-    source = find_images(path, data, split).open(preprocessing, named)
-    batches = build_eval_set(source, preprocessing, batch_size=batch_size, workers=workers).batches()
-    return [images for images, _ in islice(batches, -(-count // batch_size))]
+    where = find_images(path, data, split)
+    eval_set = build_eval_set(
+        where.open(preprocessing, named),
+        preprocessing,
+        batch_size=batch_size,
+        workers=workers,
+        skip_bad_images=where.skip_bad_images,
+    )
+    return [images for images, _ in islice(eval_set.batches(), -(-count // batch_size))]
 
 
 class _Run:

@@ -22,7 +22,7 @@ def evaluate(
     batch_size: int = 64,
     workers: int = 2,
     precision: str = "fp32",
-    skip_bad_images: bool = False,
+    skip_bad_images: bool | None = None,
     per_class: bool = False,
     confusion: str | None = None,
     json: bool = False,
@@ -41,7 +41,8 @@ def evaluate(
         batch_size: images at a time in each process.
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.
-        skip_bad_images: skip images that cannot be read, instead of stopping.
+        skip_bad_images: skip images that cannot be read, instead of stopping; by default only on the run's own data,
+            and only if the run did so.
         per_class: also print the accuracy of each class.
         confusion: a .png file to draw the confusion matrix to.
         json: print JSON.

@@ -79,7 +79,7 @@ def evaluate(
     *,
     workers: int = 2,
     precision: str = "fp32",
-    skip_bad: bool = False,
+    skip_bad: bool | None = None,
     progress: Progress | None = None,
 ) -> DetectionResult:
     """COCO's metrics of a checkpoint on the ``split`` of ``data``; under ``torchrun``, processes share the images.
@@ -91,29 +91,40 @@ def evaluate(
         split: which part of it; by default the run's, images that it held out included, or validation.
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.
-        skip_bad: leave out invalid images and annotations, instead of stopping.
+        skip_bad: leave out invalid images and annotations, instead of stopping; if None, as the run did on its own
+            data, and not on other data.
         progress: called with what is done and what there is in all.
     """
     check_choice("precision", precision, PRECISIONS)
     if is_exported(checkpoint) and precision != "fp32":
         raise ValueError(f"{checkpoint} computes in the precision that it was exported with; leave out {precision}")
     detector = open_detector(checkpoint)
-    data, split, names = eval_images(checkpoint, data, split)
-    source = open_detection(data, split, masks=detector.config.kind == "mask_rcnn", skip_bad=skip_bad)
-    if names is not None:
-        source = Subset(source, names)
-    _check_categories(detector, str(checkpoint), source, data)
+    where = eval_images(checkpoint, data, split)
+    skip_bad = where.skip_bad if skip_bad is None else skip_bad
+    source = open_detection(where.data, where.split, masks=detector.config.kind == "mask_rcnn", skip_bad=skip_bad)
+    if where.names is not None:
+        source = Subset(source, where.names)
+    _check_categories(detector, str(checkpoint), source, where.data)
     state = PartialState(cpu=not torch.cuda.is_available())
     process = Process(state.process_index, state.num_processes)
     eval_set = EvalSet(source, process=process, workers=workers, skip_bad=skip_bad)
     return evaluate_detector(detector.model.to(state.device), eval_set, state.device, precision, progress)
 
 
-def eval_images(checkpoint: str | Path, data: str | None, split: str | None) -> tuple[str, str, tuple[str, ...] | None]:
-    """Data, split and, if the run of a checkpoint held them out itself, names of the images to evaluate on.
+class EvalImages(NamedTuple):
+    """Images to evaluate on: the ``split`` of ``data``, or ``names`` of them if a run held them out itself.
 
-    What is not given is as in the run whose directory the checkpoint lies in.
+    ``skip_bad``: whether the run that they are of skips what is invalid.
     """
+
+    data: str
+    split: str
+    names: tuple[str, ...] | None = None
+    skip_bad: bool = False
+
+
+def eval_images(checkpoint: str | Path, data: str | None, split: str | None) -> EvalImages:
+    """What to evaluate a checkpoint on; what is not given is as in the run whose directory it lies in."""
     run = resolve_checkpoint(checkpoint).parent
     if not (run / RECIPE).is_file():
         if data is None:
@@ -125,15 +136,16 @@ def eval_images(checkpoint: str | Path, data: str | None, split: str | None) -> 
         return _known_part(checkpoint, data, split)
     divided = Split.read(run)
     names = divided and divided.part(split, recipe.train_split, recipe.eval_split)
-    return (recipe.data, recipe.train_split, names) if names else (recipe.data, split or recipe.eval_split, None)
+    own = recipe.train_split if names else split or recipe.eval_split
+    return EvalImages(recipe.data, own, names or None, recipe.skip_bad)
 
 
-def _known_part(checkpoint: str | Path, data: str, split: str | None) -> tuple[str, str, tuple[str, ...] | None]:
+def _known_part(checkpoint: str | Path, data: str, split: str | None) -> EvalImages:
     """The part of data that is not divided, by the split that lies beside the checkpoint, if it is of these images."""
     names = None
     if Split.beside(checkpoint) is not None and not has_split(data, "validation"):
         names = Split.known(checkpoint, open_detection(data, "train", masks=False, skip_bad=True).names, split)
-    return (data, split or "validation", None) if names is None else (data, "train", names)
+    return EvalImages(data, split or "validation") if names is None else EvalImages(data, "train", names)
 
 
 def _check_categories(detector: Detector, checkpoint: str, source: DetectionData, data: str) -> None:

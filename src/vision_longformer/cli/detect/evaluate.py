@@ -21,7 +21,7 @@ def detect_evaluate(
     split: str | None = None,
     workers: int = 2,
     precision: str = "fp32",
-    skip_bad: bool = False,
+    skip_bad: bool | None = None,
     per_category: bool = False,
     results: str | None = None,
     json: bool = False,
@@ -38,7 +38,8 @@ def detect_evaluate(
         split: name of the split; the run's by default, with the images that it held out, else validation.
         workers: data-loading processes.
         precision: fp32, bf16 or fp16.
-        skip_bad: skip invalid images and annotations, instead of stopping.
+        skip_bad: skip invalid images and annotations, instead of stopping; by default only on the run's own data, and
+            only if the run did so.
         per_category: also print the average precision of each category.
         results: a .json file to write all detections to, in COCO's results format.
         json: print JSON.
@@ -65,11 +66,12 @@ def detect_evaluate(
     if results is not None:
         with atomic_write(results) as temporary:
             temporary.write_text(json_format.dumps(result.detections))
-    data, split, held_out = eval_images(checkpoint, data, split)
+    where = eval_images(checkpoint, data, split)
     if json:
-        print_json({"checkpoint": checkpoint, "data": data, "split": split, **_plain(result, per_category)})
+        named = {"checkpoint": checkpoint, "data": where.data, "split": where.split}
+        print_json({**named, **_plain(result, per_category)})
         return
-    print_line(f"{checkpoint} on {data}, {'images that the run held out' if held_out else split}")
+    print_line(f"{checkpoint} on {where.data}, {'images that the run held out' if where.names else where.split}")
     _print_result(result, per_category)
     if results is not None:
         print_line(f"wrote {results}: {len(result.detections)} detections")
