@@ -1,9 +1,12 @@
 """Time of a forward pass: as a module, compiled, and as the files that 'vil export' writes, beside Swin-Tiny's.
 
     python scripts/export_speed.py [--models NAME ...] [--size 224x224] [--batch 1 8] [--rounds 15] [--clock wall]
+        [--compiled] [--folder FOLDER]
 
-All run in turn on the same images, so that what else the machine does falls on all of them; medians are compared. With
-``--clock processor`` the time that processors were busy with it counts, for machines that others use, too.
+All run in turn on the same images, so that what else the machine does falls on all of them; medians are compared. Each
+turn begins with a pass that is not timed: threads of the runtime before may still be waiting for work, at full speed.
+With ``--clock processor`` the time that processors were busy with it counts, for machines that others use, too. With
+``--folder`` the exported files are kept there, and those that are there already are not written again.
 """
 
 from __future__ import annotations
@@ -42,10 +45,10 @@ def rivals(name: str, size: tuple[int, int], folder: Path, compiled: bool) -> di
         runs["torch.compile"] = torch.compile(model)
     for format in ("onnx", "openvino"):
         for dynamic in (False, True) if ours else (False,):
-            path = folder / f"{name}_{'any' if dynamic else 'fixed'}{SUFFIXES[format]}"
-            if ours:
+            path = folder / f"{name}_{'any' if dynamic else size_text(size)}{SUFFIXES[format]}"
+            if ours and not path.exists():
                 export_model(model, path, format=format, dynamic=dynamic, size=None if dynamic else size)
-            else:
+            elif not path.exists():
                 _export_foreign(model, path, format, size)
             runs[f"{format}, {'any size' if dynamic else 'fixed size'}"] = load_exported(path)
     return runs
@@ -65,15 +68,15 @@ def _export_foreign(model: nn.Module, path: Path, format: str, size: tuple[int, 
 
 
 def seconds(runs: dict[str, Run], images: Tensor, rounds: int, clock: Callable[[], float]) -> dict[str, float]:
-    """The median time of each per image, all taken in turn, after one pass to warm up."""
+    """The median time of each per image, all taken in turn."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for number in track(range(rounds + 1), f"timing, batch {len(images)}"):
+    for _ in track(range(rounds), f"timing, batch {len(images)}"):
         for name, run in runs.items():
-            start = clock()
             with torch.no_grad():
                 run(images)
-            if number:
-                times[name].append((clock() - start) / len(images))
+                start = clock()
+                run(images)
+            times[name].append((clock() - start) / len(images))
     return {name: median(own) for name, own in times.items()}
 
 
@@ -85,13 +88,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--compiled", action="store_true", help="torch.compile, too")
+    parser.add_argument("--folder", type=Path, help="of the exported files; a temporary one by default")
     options = parser.parse_args()
     height, width = map(int, options.size.split("x"))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
         runs = {
             (name, kind): run
             for name in track(options.models, "exporting")
-            for kind, run in rivals(name, (height, width), Path(folder), options.compiled).items()
+            for kind, run in rivals(name, (height, width), options.folder or Path(temporary), options.compiled).items()
         }
         for batch in options.batch:
             images = torch.randn(batch, 3, height, width)
