@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -14,7 +14,8 @@ def unknown_name(what: str, value: object, choices: Iterable[str]) -> ValueError
     """The error for a name that is not one of ``choices``, with the nearest ones suggested."""
     names = {name.lstrip("-"): name for name in sorted(choices)}  # the dashes of options are no likeness
     near = [names[name] for name in get_close_matches(str(value).lstrip("-"), names, n=3, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"choose from {_listed([*names.values()])}"
+    all_names = listed([*names.values()], MOST_LISTED)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"choose from {all_names}"
     return ValueError(f"unknown {what} {value!r}; {hint}")
 
 
@@ -22,9 +23,10 @@ MOST_LISTED = 40
 """Names that an error lists; of more, it says how many there are."""
 
 
-def _listed(names: list[str]) -> str:
-    more = len(names) - MOST_LISTED
-    return ", ".join(names[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+def listed(names: Sequence[str], most: int) -> str:
+    """``a, b and 3 more``: ``most`` of the names, and how many others there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:

@@ -234,17 +234,33 @@ def test_bad_images_are_skipped_in_both_sets_if_asked(tmp_path: Path, caplog: py
         (folder / split / "dog" / "01.png").write_bytes(b"")
     task = task_of(folder, skip_bad_images=True)
     assert sum(len(labels) for _, labels in task.batches(0, 0)) == 12
-    assert task.train_set.skipped >= 1
-    results = task.evaluate(lambda done, total: None)
-    assert (results["skipped"], results["skipped_in_training"]) == (1, 1)
-    assert "unreadable images were skipped once in training; 'vil check' lists them" in caplog.text
-    assert "unreadable images were skipped once in the evaluation" in caplog.text
-    task.evaluate(lambda done, total: None)
-    assert caplog.text.count("in training") == 1
-    assert task.result is not None
-    assert (task.result.samples, task.result.skipped) == (5, 1)
+    assert task.train_set.skipped == {"dog/01.png"}
+    named = [f"{part}: 1 image could not be read and was skipped: dog/01.png" for part in ("training", "evaluation")]
+    for epoch in (1, 2):
+        results = task.evaluate(lambda done, total: None)
+        assert (results["skipped"], results["skipped_in_training"]) == (1, 1), "images, not how often they were skipped"
+        assert caplog.messages == named, "once"
+        assert task.result is not None
+        assert (task.result.samples, task.result.skipped) == (5, ("dog/01.png",))
+        assert len(list(task.batches(epoch, 0))) == 3
+    assert task.summary()["training"] == "12 images as found: cat 4, dog 4, owl 4"
+    assert task.summary()["evaluation"] == "6 images as found: cat 2, dog 2, owl 2"
     with pytest.raises(ImageError, match=r"val/dog/01\.png .*; 'vil check' lists all such files: remove them"):
         task_of(folder).evaluate(lambda done, total: None)
+
+
+def test_the_page_of_predictions_counts_what_could_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "folder")
+    (folder / "val" / "dog" / "01.png").write_bytes(b"")
+    task = task_of(folder, skip_bad_images=True)
+    task.evaluate(lambda done, total: None)
+    task.save(tmp_path / "best.safetensors")
+    pages: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        task_module, "draw_predictions", lambda pixels, *rest, total, **options: pages.append((len(pixels), total))
+    )
+    task.draw(tmp_path)
+    assert pages == [(5, 5)]
 
 
 def test_each_split_is_opened_once(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:

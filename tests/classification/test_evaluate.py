@@ -58,9 +58,9 @@ class _EvalSet:
     classes = ("low", "mid", "high")
     shape = (1, 1, 2)
     size = 10
-    skipped = 3
 
     def __init__(self) -> None:
+        self.skipped = ["a.png", "b.png"]
         self.images, self.labels = torch.randn(10, 1, 1, 2), torch.arange(10) % 3
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -91,7 +91,7 @@ def test_evaluate_model() -> None:
     right = (logits.argmax(1) == eval_set.labels).sum().item()
     assert result[:3] == (10, 10.0 * right, 100.0)
     assert result.loss == pytest.approx(nn.functional.cross_entropy(logits, eval_set.labels).item(), rel=1e-6)
-    assert (result.skipped, result.classes) == (3, eval_set.classes)
+    assert (result.skipped, result.classes) == (("a.png", "b.png"), eval_set.classes)
     assert progress == [(4, 10), (8, 10), (10, 10)]
     assert model.training
     assert model.dtypes == {torch.float32}
@@ -154,7 +154,7 @@ def test_images_left_out_are_counted(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=r"bee.good\.png"):
         evaluate(checkpoint, str(tmp_path), workers=0)
     result = evaluate(checkpoint, str(tmp_path), workers=0, skip_bad_images=True)
-    assert (result.samples, result.skipped, result.seen.tolist()) == (4, 1, [1, 0, 1, 1, 1])
+    assert (result.samples, result.skipped, result.seen.tolist()) == (4, ("bee/good.png",), [1, 0, 1, 1, 1])
     for name in CLASSES:
         (tmp_path / "test" / name / "good.png").write_bytes(b"bad")
     with pytest.raises(ValueError, match=r"none of the 5 images of .* could be read"):

@@ -311,6 +311,8 @@ def test_a_run_that_skips_bad_images_is_evaluated_as_it_was_trained(
     main(["evaluate", str(run), "--workers", "0", "--json"])
     reported = json.loads(capsys.readouterr().out)
     assert (reported["samples"], reported["skipped"]) == (2, 1)
+    main(["evaluate", str(run), "--workers", "0"])
+    assert f"\n1 image could not be read and was skipped: {bad}\n" in capsys.readouterr().out
     assert find_images(run / "best.onnx", None, None).skip_bad_images
     with pytest.raises(ImageError, match=f"{bad} cannot be read"):
         evaluate(run, workers=0, skip_bad_images=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vision_longformer.cli import training
-from vision_longformer.cli.training import TrainingProgress, _speed, duration, run_training
+from vision_longformer.cli.training import TrainingProgress, _speed, duration, print_skipped, run_training
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,28 @@ def test_a_resumed_run_takes_nothing_but_epochs(
 
     with pytest.raises(ValueError, match=f"as it was started, with --epochs at most; leave out {refused}$"):
         run_training(ClassificationTask, recipe, "runs/a-1", output, changes, "vil train")
+
+
+@pytest.mark.parametrize(
+    ("results", "line"),
+    [
+        ({"skipped": 0, "skipped_in_training": 0}, ""),
+        ({"top1": 50.0}, ""),
+        (
+            {"skipped": 1, "skipped_in_training": 0},
+            "skipped as unreadable: 1 image in evaluation; 'vil check' lists them",
+        ),
+        (
+            {"skipped": 1, "skipped_in_training": 12},
+            "skipped as unreadable: 12 images in training and 1 image in evaluation; 'vil check' lists them",
+        ),
+    ],
+)
+def test_skipped_images_are_counted_at_the_end(
+    results: dict[str, float], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_skipped(results, "vil check")
+    assert capsys.readouterr().out.strip() == line
 
 
 @pytest.mark.parametrize(("speed", "text"), [(99.6, "100 images/s"), (1.4, "1 images/s"), (0.4, "40.0 s/step")])

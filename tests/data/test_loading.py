@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vision_longformer.data.images import ImageError
-from vision_longformer.data.loading import BatchLoader, DataError, LabelledBatch, StreamLoader
+from vision_longformer.data.loading import BatchLoader, DataError, LabelledBatch, StreamLoader, describe_skipped
 
 
 def _square(number: int) -> tuple[int, int]:
@@ -106,7 +106,13 @@ def test_workers_end_with_their_loader() -> None:
 
 
 def test_collate() -> None:
-    images, labels, skipped = LabelledBatch.collate([(torch.zeros(3, 2, 2), 4), (torch.ones(3, 2, 2), 1)], 5)
-    assert (images.shape, images[1].min(), labels.tolist(), skipped) == ((2, 3, 2, 2), 1, [4, 1], 5)
-    assert labels.dtype == LabelledBatch.collate([], 2).labels.dtype == torch.int64
-    assert len(LabelledBatch.collate([], 2).labels) == 0
+    images, labels, skipped = LabelledBatch.collate([(torch.zeros(3, 2, 2), 4), (torch.ones(3, 2, 2), 1)], ["a", "b"])
+    assert (images.shape, images[1].min(), labels.tolist(), skipped) == ((2, 3, 2, 2), 1, [4, 1], ("a", "b"))
+    assert labels.dtype == LabelledBatch.collate([], ["a"]).labels.dtype == torch.int64
+    assert len(LabelledBatch.collate([], ["a"]).labels) == 0
+
+
+def test_skipped_images_in_words() -> None:
+    assert describe_skipped(["cat/1.png"]) == "1 image could not be read and was skipped: cat/1.png"
+    assert describe_skipped(["a", "b"]) == "2 images could not be read and were skipped: a, b"
+    assert describe_skipped([*"abcde"]) == "5 images could not be read and were skipped: a, b, c and 2 more"

@@ -158,6 +158,22 @@ def test_precision_of_the_evaluation(
     assert 0 <= results["box_AP"] <= 100
 
 
+def test_bad_images_are_named_once_and_counted(coco: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of eight to train on and one of four to evaluate on cannot be read."""
+    data = shutil.copytree(coco, tmp_path / "coco")
+    for split in ("train", "validation"):
+        (data / split / "1.png").write_bytes(b"")
+    recipe = resolve(DetectionRecipe, "quickstart", **settings(data, skip_bad=True))
+    task = DetectionTask(recipe, make_accelerator(recipe))
+    named = [f"{part}: 1 image could not be read and was skipped: 1.png" for part in ("training", "evaluation")]
+    for epoch in (0, 1):
+        assert len(list(task.batches(epoch, 0))) == 4
+        results = task.evaluate(lambda done, total: None)
+        assert (results["skipped"], results["skipped_in_training"]) == (1, 1)
+        assert caplog.messages == named
+    assert task.summary()["training"].startswith("8 images as found, ")
+
+
 BIASES = ("table", "local_to_global", "global_to_local", "global_to_global")
 
 EXEMPT_MATRICES = {

@@ -222,7 +222,8 @@ def test_images_without_objects_are_told(tmp_path: Path) -> None:
     """One of the three; the others have 1 and 2."""
     recipe = resolve(DetectionRecipe, "own_objects", DetectionTask.derive, data=str(write_coco(tmp_path)), **SMALL)
     task = DetectionTask(replace(recipe, eval_split="train"), make_accelerator(recipe))
-    assert task.summary()["training"] == "3 images, 3 objects; 1 image without objects left out"
+    assert task.summary()["evaluation"] == "3 images (train)"
+    assert task.summary()["training"] == "2 images, 3 objects; 1 more without objects is not used"
 
 
 def test_a_folder_of_a_run_is_evaluated_on_what_was_held_out(
@@ -259,6 +260,8 @@ def test_a_run_that_skips_bad_images_is_evaluated_as_it_was_trained(
     main(["detect", "evaluate", str(run), "--workers", "0", "--json"])
     reported = json.loads(capsys.readouterr().out)
     assert (reported["images"], reported["skipped"]) == (len(held) - 1, 1)
+    main(["detect", "evaluate", str(run), "--workers", "0"])
+    assert f"\n1 image could not be read and was skipped: {held[0]}\n" in capsys.readouterr().out
     assert eval_images(run / "best.onnx", None, None).skip_bad
     for options in ({"skip_bad": False}, {"data": str(other)}):
         with pytest.raises(ImageError, match=rf"{held[0]} cannot be read"):

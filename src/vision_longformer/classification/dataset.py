@@ -5,7 +5,7 @@ Arrays, folders and archives are read by index, here; shards are streamed, in :m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -37,11 +37,13 @@ class TrainSet(Protocol):
     """Augmented images of a process, in an order that the recipe's seed decides.
 
     - ``batches_per_epoch``: micro-batches of the process in an epoch, the same for all; the incomplete last is dropped.
-    - ``skipped``: images that could not be read so far, and were replaced.
+    - ``skipped``: names of the images that could not be read so far, and were replaced.
     """
 
     batches_per_epoch: int
-    skipped: int
+
+    @property
+    def skipped(self) -> Collection[str]: ...
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """An epoch from micro-batch ``start`` on; one such iteration at a time."""
@@ -51,7 +53,8 @@ class TrainSet(Protocol):
 class EvalSet(Protocol):
     """A process's share of a set; over all processes every sample comes exactly once.
 
-    - ``size``: samples over all processes; ``skipped``: those of this process that could not be read and were left out.
+    - ``size``: samples over all processes; ``skipped``: names of those of this process that could not be read and were
+      left out of the latest ``batches``.
     - ``shape``: (C, H, W) of an image.
 
     The shares differ by a sample at most (of shards: by a shard), and so some processes may have a batch less.
@@ -59,7 +62,7 @@ class EvalSet(Protocol):
 
     classes: tuple[str, ...]
     shape: tuple[int, int, int]
-    skipped: int
+    skipped: list[str]
 
     @property
     def size(self) -> int: ...
@@ -253,7 +256,7 @@ class IndexedTrainSet:
     def __init__(
         self, source: Source, recipe: ClassificationRecipe, preprocessing: Preprocessing, process: Process
     ) -> None:
-        self.skipped = 0
+        self.skipped: set[str] = set()
         self._batching = recipe.batching(process)
         self.batches_per_epoch = self._batching.micro_batches(len(source))
         self._requests: list[MicroBatch] = []
@@ -263,7 +266,7 @@ class IndexedTrainSet:
         indices = range(start, self.batches_per_epoch)
         self._requests[:] = [MicroBatch(epoch, self._batching.positions(index)) for index in indices]
         for images, labels, skipped in self._loader:
-            self.skipped += skipped
+            self.skipped.update(skipped)
             yield images, labels
 
 
@@ -278,7 +281,7 @@ class _AugmentedSamples:
 
     def __call__(self, micro_batch: MicroBatch) -> LabelledBatch:
         epoch, positions = micro_batch
-        samples, skipped = [], 0
+        samples, skipped = [], []
         for position in positions:
             image, label, bad = self._read(epoch, position)
             with seeded(derive_seed(self._recipe.seed, "augment", epoch, position)):
@@ -286,15 +289,17 @@ class _AugmentedSamples:
             skipped += bad
         return LabelledBatch.collate(samples, skipped)
 
-    def _read(self, epoch: int, position: int) -> tuple[Image.Image, int, int]:
-        """The sample at a position, or the next readable one if bad ones are skipped; and how many were."""
-        order = self._epoch_order(epoch)
-        for bad in range(len(order)):
+    def _read(self, epoch: int, position: int) -> tuple[Image.Image, int, list[str]]:
+        """The sample at a position, or the next readable one if bad ones are skipped; and the names of those."""
+        order, bad = self._epoch_order(epoch), list[str]()
+        for later in range(len(order)):
+            index = int(order[(position + later) % len(order)])
             try:
-                return *self._source.read(int(order[(position + bad) % len(order)])), bad
+                return *self._source.read(index), bad
             except UNREADABLE as error:
                 if not self._recipe.skip_bad_images:
                     raise _with_remedy(error) from error
+                bad.append(_name(self._source, index))
         raise DataError(f"none of the images of {self._recipe.data} can be read")
 
     def _epoch_order(self, epoch: int) -> Tensor:
@@ -307,6 +312,11 @@ def _order(source: Source, recipe: ClassificationRecipe, epoch: int) -> Tensor:
     """Indices of images by position in an epoch."""
     balanced = list(source.labels) if recipe.balance == "sample" else None
     return epoch_order(len(source), recipe.seed, epoch, recipe.batch_size, recipe.repeats, balanced)
+
+
+def _name(source: Source, index: int) -> str:
+    """Of an image; its number in data whose images have no names."""
+    return source.names[index] if len(source.names) else f"image {index}"
 
 
 def _with_remedy(error: Exception) -> Exception:
@@ -328,14 +338,14 @@ class IndexedEvalSet:
         self.classes = source.classes
         self.shape = preprocessing.shape
         self.size = len(source)
-        self.skipped = 0
+        self.skipped: list[str] = []
         share = range(process.rank, self.size, process.count)
         requests = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
         self._read = _PreparedSamples(source, preprocessing, skip_bad_images)
         self._loader = BatchLoader(self._read, requests, workers)
 
     def batches(self) -> Iterator[Batch]:
-        self.skipped = 0
+        self.skipped = []
         for images, labels, skipped in self._loader:
             self.skipped += skipped
             if len(labels):
@@ -358,16 +368,17 @@ class _PreparedSamples:
         self._transform = preprocessing.transform()
 
     def __call__(self, indices: Sequence[int]) -> LabelledBatch:
-        samples = []
+        samples, skipped = [], []
         for index in indices:
             try:
                 image, label = self._source.read(index)
             except UNREADABLE as error:
                 if not self._skip_bad_images:
                     raise _with_remedy(error) from error
+                skipped.append(_name(self._source, index))
                 continue
             samples.append((self._transform(image), label))
-        return LabelledBatch.collate(samples, len(indices) - len(samples))
+        return LabelledBatch.collate(samples, skipped)
 
 
 # Images in memory
@@ -381,7 +392,7 @@ class InMemoryTrainSet:
     For small images, where decoding and augmenting one by one would take longer than training.
     """
 
-    skipped = 0
+    skipped = ()
 
     def __init__(
         self, source: ArraySource, recipe: ClassificationRecipe, preprocessing: Preprocessing, process: Process

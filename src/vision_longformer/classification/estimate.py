@@ -108,10 +108,11 @@ def run_summary(recipe: ClassificationRecipe, splits: Splits, starts_from: str) 
     plan = estimate(recipe, splits)
     held_out = f", {splits.how} (split.json)" if splits.how else ""
     config = recipe.model_config(len(splits.train.classes))
+    found = "images as found" if recipe.skip_bad_images else "images"
     rows = {
         "data": recipe.data,
-        "training": f"{_count(splits.train, recipe.num_images):,} images: {_by_class(splits.train)}",
-        "evaluation": f"{_count(splits.evaluation):,} images: {_by_class(splits.evaluation)}{held_out}",
+        "training": f"{_count(splits.train, recipe.num_images):,} {found}: {_by_class(splits.train)}",
+        "evaluation": f"{_count(splits.evaluation):,} {found}: {_by_class(splits.evaluation)}{held_out}",
         "ignored": "" if isinstance(splits.train, ShardSource) else _counted(count_kinds(splits.train.ignored)),
         "warning": "; ".join(_doubts(splits)),
         "model": f"{describe_model(recipe.model, config)}, images of {'×'.join(map(str, config.img_size))}",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -65,7 +67,7 @@ def evaluate(
     )
     result = evaluate_model(model.to(state.device), eval_set, state.device, precision, progress)
     if not result.samples:
-        raise ValueError(f"none of the {result.skipped} images of {where.data} could be read")
+        raise ValueError(f"none of the {len(result.skipped)} images of {where.data} could be read")
     return result
 
 
@@ -99,9 +101,17 @@ def evaluate_model(
                     progress(min(done * processes, eval_set.size), eval_set.size)
     finally:
         model.train(training)
-    meter.skipped += eval_set.skipped
     meter.reduce(group)
-    return meter.result()._replace(classes=eval_set.classes)
+    return meter.result()._replace(classes=eval_set.classes, skipped=_names_of_all(eval_set.skipped, group))
+
+
+def _names_of_all(own: list[str], group: distributed.ProcessGroup | None) -> tuple[str, ...]:
+    """The names that the processes of a group have, in order."""
+    if not distributed.is_initialized():
+        return tuple(own)
+    shares: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(shares, own, group=group)
+    return tuple(sorted(chain.from_iterable(shares)))
 
 
 def pad_to_longest(

@@ -18,7 +18,8 @@ class Result(NamedTuple):
 
     Accuracies are in percent, the loss is the mean cross-entropy; without samples they are NaN. ``right`` and ``seen``
     count by true class, (classes,). ``confusion`` counts true × predicted classes, (classes, classes), and is None
-    beyond ``MAX_CONFUSION_CLASSES`` classes. ``skipped`` images could not be read. ``classes`` are names, if known.
+    beyond ``MAX_CONFUSION_CLASSES`` classes. ``skipped`` names the images that could not be read, ``classes`` the
+    classes, if known.
     """
 
     samples: int
@@ -28,7 +29,7 @@ class Result(NamedTuple):
     right: Tensor
     seen: Tensor
     confusion: Tensor | None
-    skipped: int = 0
+    skipped: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
 
     @property
@@ -48,7 +49,6 @@ class Meter:
     def __init__(self, classes: int, device: torch.device | str) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.in_top5 = torch.zeros((), dtype=torch.int64, device=device)
-        self.skipped = torch.zeros_like(self.in_top5)
         self.right = torch.zeros(classes, dtype=torch.int64, device=device)
         self.seen = torch.zeros_like(self.right)
         self.confusion = self.right.new_zeros(classes, classes) if classes <= MAX_CONFUSION_CLASSES else None
@@ -70,7 +70,7 @@ class Meter:
         """Make the sums those over all processes, or those of a group."""
         if not distributed.is_initialized():
             return
-        for part in (self.loss, self.in_top5, self.skipped, self.right, self.seen, self.confusion):
+        for part in (self.loss, self.in_top5, self.right, self.seen, self.confusion):
             if part is not None:
                 distributed.all_reduce(part, group=group)
 
@@ -85,7 +85,6 @@ class Meter:
             right=self.right.cpu(),
             seen=self.seen.cpu(),
             confusion=None if self.confusion is None else self.confusion.cpu(),
-            skipped=int(self.skipped),
         )
 
 

@@ -7,7 +7,7 @@ has seen.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from itertools import islice
 
@@ -38,7 +38,7 @@ class StreamingTrainSet:
     ) -> None:
         if recipe.num_images is None:
             raise ValueError(f"{recipe.data} is streamed and not counted; set num_images to the images per epoch")
-        self.skipped = 0
+        self.skipped: set[str] = set()
         self._source, self._recipe = source, recipe
         self._batching = recipe.batching(process)
         self._augment = image_augmentation(recipe, preprocessing)
@@ -53,7 +53,7 @@ class StreamingTrainSet:
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         stream = partial(self._stream, epoch, range(start, self.batches_per_epoch))
         for images, labels, skipped in StreamLoader(stream, self._recipe.workers):
-            self.skipped += skipped
+            self.skipped.update(skipped)
             yield images, labels
 
     def _stream(self, epoch: int, indices: range, worker: int, workers: int) -> Iterator[LabelledBatch]:
@@ -87,7 +87,7 @@ class StreamingTrainSet:
         Not by the next of the stream: a resumed run would have to decode all samples before it to know which that is.
         """
         recipe = self._recipe
-        images = (_decode(sample, recipe.skip_bad_images) for sample in samples)
+        images = [_decode(sample, recipe.skip_bad_images) for sample in samples]
         good = {index: image for index, image in enumerate(images) if image is not None}
         if not good:
             raise ImageError(f"none of the {len(samples)} images from {samples[0].name} on can be read")
@@ -96,7 +96,7 @@ class StreamingTrainSet:
             chosen = next((other for other in good if other >= index), min(good))
             with seeded(derive_seed(recipe.seed, "augment", epoch, position)):
                 batch.append((self._augment(good[chosen]), samples[chosen].label))
-        return LabelledBatch.collate(batch, len(samples) - len(good))
+        return LabelledBatch.collate(batch, _bad_names(samples, images))
 
 
 class StreamingEvalSet:
@@ -113,7 +113,7 @@ class StreamingEvalSet:
     ) -> None:
         self.classes = source.classes
         self.shape = preprocessing.shape
-        self.skipped = 0
+        self.skipped: list[str] = []
         self._source, self._batch_size, self._workers, self._process = source, batch_size, workers, process
         self._skip_bad_images = skip_bad_images
         self._transform = preprocessing.transform()
@@ -123,7 +123,7 @@ class StreamingEvalSet:
         return self._source.count_samples()
 
     def batches(self) -> Iterator[Batch]:
-        self.skipped = 0
+        self.skipped = []
         for images, labels, skipped in StreamLoader(self._stream, self._workers):
             self.skipped += skipped
             if len(labels):
@@ -145,9 +145,10 @@ class StreamingEvalSet:
             yield self._prepared(batch)
 
     def _prepared(self, samples: list[Sample]) -> LabelledBatch:
-        decoded = [(_decode(sample, self._skip_bad_images), sample.label) for sample in samples]
-        good = [(self._transform(image), label) for image, label in decoded if image is not None]
-        return LabelledBatch.collate(good, len(samples) - len(good))
+        images = [_decode(sample, self._skip_bad_images) for sample in samples]
+        pairs = zip(images, samples, strict=True)
+        good = [(self._transform(image), sample.label) for image, sample in pairs if image is not None]
+        return LabelledBatch.collate(good, _bad_names(samples, images))
 
 
 def _decode(sample: Sample, skip_bad_images: bool) -> Image.Image | None:
@@ -158,3 +159,8 @@ def _decode(sample: Sample, skip_bad_images: bool) -> Image.Image | None:
         if not skip_bad_images:
             raise
         return None
+
+
+def _bad_names(samples: Sequence[Sample], images: Sequence[Image.Image | None]) -> list[str]:
+    """Names of the samples whose image could not be read."""
+    return [sample.name for sample, image in zip(samples, images, strict=True) if image is None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from ..training import run
 from ..training.callbacks import Callback
 from ..training.distributed import replica
 from ..training.run import TrainedRun
-from ..training.task import TrainingTask
+from ..training.task import SkippedImages, TrainingTask
 from .dataset import build_eval_set, build_train_set, open_splits
 from .estimate import run_summary
 from .evaluate import evaluate_model
@@ -37,8 +36,6 @@ from .own_images import derive_settings
 from .pictures import draw_confusion, draw_predictions
 from .preprocessing import recipe_preprocessing
 from .recipe import ClassificationRecipe
-
-logger = logging.getLogger(__name__)
 
 NUM_PICTURES = 40
 """Images on the page of predictions."""
@@ -73,7 +70,7 @@ class ClassificationTask(TrainingTask):
         )
         self.batches_per_epoch = self.train_set.batches_per_epoch
         self.result: Result | None = None
-        self._skipped = 0  # training images of all processes, as far as reported
+        self._skipped = SkippedImages()
         self._weights = _class_weights(self.splits.train).to(accelerator.device) if recipe.balance == "loss" else None
         self._mix = _mixing(recipe, len(classes))
 
@@ -96,11 +93,6 @@ class ClassificationTask(TrainingTask):
         for images, labels in self.train_set.batches(epoch, start):
             yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
-    def _report_skipped(self, count: int, where: str) -> None:
-        if count and self.accelerator.is_main_process:
-            times = "once" if count == 1 else f"{count} times"
-            logger.warning("unreadable images were skipped %s %s; 'vil check' lists them", times, where)
-
     def loss(
         self, model: nn.Module, batch: tuple[Tensor, Tensor], micro_batch_index: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -117,14 +109,10 @@ class ClassificationTask(TrainingTask):
     def evaluate(self, progress: Progress) -> dict[str, float]:
         device, precision = self.accelerator.device, self.recipe.precision
         self.result = evaluate_model(self.model, self.eval_set, device, precision, progress, self.eval_group)
-        skipped = int(self.accelerator.reduce(torch.tensor(self.train_set.skipped, device=device)))
-        skipped //= self.recipe.spatial  # processes that share images have skipped the same
-        self._report_skipped(skipped - self._skipped, "in training")
-        self._report_skipped(self.result.skipped, "in the evaluation")
-        self._skipped = skipped
         results = {**self.result.accuracies, "loss": self.result.loss}
-        counts = {"skipped": self.result.skipped, "skipped_in_training": skipped}
-        return {**results, **counts} if self.recipe.skip_bad_images else results
+        if self.recipe.skip_bad_images:
+            results |= self._skipped.report(self.train_set.skipped, self.result.skipped)
+        return results
 
     def save(self, path: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -147,7 +135,7 @@ class ClassificationTask(TrainingTask):
             likeliest = load(folder / "best.safetensors")(images).softmax(1).max(1)
         pixels = self.preprocessing.denormalise(images)
         path = folder / "predictions.png"
-        total = self.eval_set.size
+        total = None if self.result is None else self.result.samples
         draw_predictions(
             pixels, labels, likeliest.indices, likeliest.values, classes, path, total=total, overwrite=True
         )

@@ -92,12 +92,14 @@ def _draw(result: Result, path: str) -> Path:
 
 
 def _print_result(result: Result, title: str, per_class: bool) -> None:
+    from ..data.loading import describe_skipped
+
     names = [name.replace("top", "top-") + " %" for name in result.accuracies]
     values = (result.samples, *(f"{value:.2f}" for value in result.accuracies.values()), f"{result.loss:.4f}")
     print_line(title)
     print_table("", ("images", *names, "loss"), [values], left=0)
     if result.skipped:
-        print_line(f"{result.skipped} images could not be read and were skipped")
+        print_line(describe_skipped(result.skipped))
     if per_class:
         rows = [
             (result.classes[number], count, _number(top1), _mistaken(result, number))
@@ -122,7 +124,7 @@ def _number(percent: float) -> str:
 
 def _plain(result: Result, per_class: bool) -> dict[str, Any]:
     """The result as JSON data; a class without images has no accuracy."""
-    data: dict[str, Any] = {"samples": result.samples, "skipped": result.skipped, **result.accuracies}
+    data: dict[str, Any] = {"samples": result.samples, "skipped": len(result.skipped), **result.accuracies}
     data["loss"] = result.loss
     if per_class:
         data["classes"] = [

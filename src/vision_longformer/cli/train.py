@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .output import print_line
 from .parser import settings_from
 from .recipes import recipe_settings
-from .training import print_plan, run_training
+from .training import print_plan, print_skipped, run_training
 
 if TYPE_CHECKING:
     from ..training.run import TrainedRun
@@ -57,6 +57,7 @@ def _print_end(trained: TrainedRun) -> None:
     print_line(f"best: {_accuracy(trained.best)} on the evaluation set, {trained.checkpoint}")
     if trained.last != trained.best:
         print_line(f"last: {_accuracy(trained.last)}")
+    print_skipped(trained.last, "vil check")
     if trained.pictures:
         print_line(f"look at {' and '.join(map(str, trained.pictures))}")
     print_line(f"next: vil predict {trained.run} IMAGE, or vil evaluate {trained.run} --per-class")

@@ -55,6 +55,14 @@ def run_training(
     return trained if first else None
 
 
+def print_skipped(results: Mapping[str, float], check: str) -> None:
+    """How many images a run could not read by its last evaluation, if any; ``check`` is the command that lists them."""
+    counts = {"training": results.get("skipped_in_training", 0), "evaluation": results.get("skipped", 0)}
+    parts = [f"{counted(int(count), 'image')} in {part}" for part, count in counts.items() if count]
+    if parts:
+        print_line(f"skipped as unreadable: {' and '.join(parts)}; '{check}' lists them")
+
+
 def print_plan(
     task_type: type[TrainingTask], recipe: str | None, changes: Mapping[str, Any], estimate: Callable[[Any], Estimate]
 ) -> None:

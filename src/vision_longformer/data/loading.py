@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from ..errors import listed
 from .images import ImageError
 
 T = TypeVar("T")
@@ -37,19 +38,29 @@ USER_ERRORS = (DataError, ImageError, OSError)
 """Errors whose message is all that a user needs."""
 
 
+NAMED_IMAGES = 3
+"""Skipped images that a message names."""
+
+
+def describe_skipped(names: Sequence[str]) -> str:
+    """``1 image could not be read and was skipped: cat/1.png``; of several, the first few are named."""
+    what = "image could not be read and was" if len(names) == 1 else "images could not be read and were"
+    return f"{len(names)} {what} skipped: {listed(names, NAMED_IMAGES)}"
+
+
 class LabelledBatch(NamedTuple):
-    """A :data:`Batch`, and how many images were skipped while it was made."""
+    """A :data:`Batch`, and the names of the images that were skipped while it was made."""
 
     images: Tensor
     labels: Tensor
-    skipped: int
+    skipped: tuple[str, ...]
 
     @classmethod
-    def collate(cls, samples: Sequence[tuple[Tensor, int]], skipped: int) -> LabelledBatch:
+    def collate(cls, samples: Sequence[tuple[Tensor, int]], skipped: Iterable[str]) -> LabelledBatch:
         """Images (C, H, W) with their labels, stacked; there may be none."""
         images = [image for image, _ in samples]
         labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
-        return cls(torch.stack(images) if images else torch.empty(0), labels, skipped)
+        return cls(torch.stack(images) if images else torch.empty(0), labels, tuple(skipped))
 
 
 class BatchLoader(Generic[T]):

@@ -5,7 +5,6 @@ Which image comes when, and how it is augmented, is a function of the seed and o
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -28,8 +27,6 @@ from .augment import Augmentation
 from .coco import CocoData, split_file
 from .detections import Category, Target
 from .recipe import DetectionRecipe
-
-logger = logging.getLogger(__name__)
 
 SKIPPABLE = (*UNREADABLE, DataError)
 """Errors of an image that ``skip_bad`` skips."""
@@ -171,8 +168,8 @@ def _inherited_split(init: str | None, names: Sequence[str]) -> tuple[Split | No
 class TrainSet:
     """The training batches of a process; its worker processes live as long as this does.
 
-    Images without objects are left out. Data that is made on the fly makes new images for each epoch. ``skipped``
-    counts the images that could not be read.
+    Images without objects are left out. Data that is made on the fly makes new images for each epoch. ``skipped`` has
+    the names of the images that could not be read so far.
 
     Args:
         data: images with objects.
@@ -198,7 +195,7 @@ class TrainSet:
         skip_bad: bool = False,
     ) -> None:
         self.categories = data.categories
-        self.skipped = 0
+        self.skipped: set[str] = set()
         self._batching = Batching(batch_size, accumulate, process)
         self.batches_per_epoch = self._batching.micro_batches(len(data.with_objects()))
         self._requests: list[MicroBatch] = []
@@ -210,19 +207,13 @@ class TrainSet:
         """An epoch from micro-batch ``start`` on; one such iteration at a time."""
         indices = range(start, self.batches_per_epoch)
         self._requests[:] = [MicroBatch(epoch, self._batching.positions(index)) for index in indices]
-        before = self.skipped
-        try:
-            for batch, skipped in self._loader:
-                self.skipped += skipped
-                yield batch
-        finally:
-            if bad := self.skipped - before:
-                images = "1 image" if bad == 1 else f"{bad} images"
-                logger.warning("%s of epoch %d could not be read; others were taken instead", images, epoch)
+        for batch, skipped in self._loader:
+            self.skipped.update(skipped)
+            yield batch
 
 
 class _Batches:
-    """A batch, and how many images were skipped for it, from a micro-batch's epoch and positions alone.
+    """A batch, and the names of the images that were skipped for it, from a micro-batch's epoch and positions alone.
 
     So it does not matter which worker is asked for which.
     """
@@ -235,8 +226,8 @@ class _Batches:
         self._indices = torch.as_tensor(data.with_objects())
         self._order: tuple[int, Tensor] | None = None
 
-    def __call__(self, request: MicroBatch) -> tuple[Batch, int]:
-        images, targets, skipped = [], [], 0
+    def __call__(self, request: MicroBatch) -> tuple[Batch, list[str]]:
+        images, targets, skipped = [], [], list[str]()
         for position in request.positions:
             image, target, bad = self._read(request.epoch, position)
             drawn = random.Random(derive_seed(self._seed, "augment", request.epoch, position))
@@ -246,16 +237,17 @@ class _Batches:
             skipped += bad
         return (images, targets), skipped
 
-    def _read(self, epoch: int, position: int) -> tuple[Image.Image, Target, int]:
-        """The image at a position, or the next good one if bad ones are skipped; and how many were."""
-        order = self._epoch_order(epoch)
-        for bad in range(len(order)):
-            index = int(order[(position + bad) % len(order)])
+    def _read(self, epoch: int, position: int) -> tuple[Image.Image, Target, list[str]]:
+        """The image at a position, or the next good one if bad ones are skipped; and the names of those."""
+        order, bad = self._epoch_order(epoch), list[str]()
+        for later in range(len(order)):
+            index = int(order[(position + later) % len(order)])
             try:
                 return *self._data.read(index, derive_seed(self._seed, "images", epoch)), bad
             except SKIPPABLE:
                 if not self._skip_bad:
                     raise
+                bad.append(self._data.names[index])
         raise DataError("none of the images can be read")
 
     def _epoch_order(self, epoch: int) -> Tensor:
@@ -267,7 +259,7 @@ class _Batches:
 class EvalSet:
     """A process's share of the images to evaluate on: process r of n takes images r, r + n, …, each in its own size.
 
-    - ``size``: images over all processes; ``skipped``: those of this process that could not be read.
+    - ``size``: images over all processes; ``skipped``: names of those of this process that could not be read.
     """
 
     def __init__(
@@ -275,16 +267,18 @@ class EvalSet:
     ) -> None:
         self.categories = data.categories
         self.size = len(data)
-        self.skipped = 0
+        self.skipped: list[str] = []
+        self._names = data.names
+        self._share = range(process.rank, self.size, process.count)
         self._samples = _EvalSamples(data, skip_bad)
-        self._loader = BatchLoader(self._samples, range(process.rank, self.size, process.count), workers)
+        self._loader = BatchLoader(self._samples, self._share, workers)
 
     def images(self) -> Iterator[tuple[Tensor, Target]]:
         """Images (3, h, w) and their objects, in order."""
-        self.skipped = 0
-        for sample in self._loader:
+        self.skipped = []
+        for index, sample in zip(self._share, self._loader, strict=True):
             if sample is None:
-                self.skipped += 1
+                self.skipped.append(self._names[index])
             else:
                 yield sample
 

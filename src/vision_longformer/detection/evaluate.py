@@ -56,11 +56,11 @@ class CocoMetrics(NamedTuple):
 class DetectionResult:
     """The metrics of boxes and, if the detector and the data have them, of masks.
 
-    ``detections`` is COCO's list of results, in the main process only; ``skipped`` counts images that were not read.
+    ``detections`` is COCO's list of results, in the main process only; ``skipped`` names images that were not read.
     """
 
     images: int
-    skipped: int
+    skipped: tuple[str, ...]
     boxes: CocoMetrics
     masks: CocoMetrics | None
     detections: list[dict[str, Any]]
@@ -216,7 +216,7 @@ class CocoRecords:
     images: list[dict[str, Any]] = field(default_factory=list)
     annotations: list[dict[str, Any]] = field(default_factory=list)
     detections: list[dict[str, Any]] = field(default_factory=list)
-    skipped: int = 0
+    skipped: list[str] = field(default_factory=list)
     masks: bool = True
 
     def add(self, image: Tensor, target: Target, output: Mapping[str, Tensor], categories: Sequence[Category]) -> None:
@@ -246,11 +246,11 @@ class CocoRecords:
     def result(self, categories: Sequence[Category]) -> DetectionResult:
         """The metrics of these records."""
         if not self.images:
-            raise ValueError(f"none of the {self.skipped} images could be read")
+            raise ValueError(f"none of the {len(self.skipped)} images could be read")
         compared = self.images, self.annotations, self.detections, categories
         return DetectionResult(
             images=len(self.images),
-            skipped=self.skipped,
+            skipped=tuple(self.skipped),
             boxes=coco_metrics(*compared),
             masks=coco_metrics(*compared, masks=True) if self.masks else None,
             detections=self.detections,

@@ -22,7 +22,7 @@ from ..training.callbacks import Callback, counted, duration
 from ..training.distributed import replica
 from ..training.estimate import scale_up
 from ..training.run import TrainedRun
-from ..training.task import TrainingTask
+from ..training.task import SkippedImages, TrainingTask
 from . import garments
 from .augment import Augmentation
 from .checkpoint import freeze_stages, load_backbone, save_detector
@@ -36,7 +36,7 @@ from .export import open_detector
 from .pictures import draw_pair, page, save_image
 from .predict import predict_image
 from .recipe import DetectionRecipe
-from .statistics import missing_categories, object_statistics, span
+from .statistics import ObjectStatistics, missing_categories, object_statistics, span
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class DetectionTask(TrainingTask):
         if recipe.freeze:
             freeze_stages(self.model, recipe.freeze)
         self.batches_per_epoch = self.train_set.batches_per_epoch
+        self._skipped = SkippedImages()
 
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,13 +104,13 @@ class DetectionTask(TrainingTask):
         held_out = f"{splits.how}; split.json" if splits.split else recipe.eval_split
         trial = trial_of_detector(self.model, statistics, self.accelerator.device)
         plan = scale_up(recipe, self.model, "", self.batches_per_epoch, len(splits.evaluation), trial)
-        empty = f"; {_images(statistics.empty)} without objects left out" if statistics.empty else ""
+        as_found = " as found" if recipe.skip_bad else ""
         frozen = f", the first {recipe.freeze} stages as they are" if recipe.freeze else ""
         parameters = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         return {
             "data": recipe.data,
-            "training": f"{_images(len(splits.train))}, {sum(statistics.counts.values()):,} objects{empty}",
-            "evaluation": f"{_images(len(splits.evaluation))} ({held_out})",
+            "training": f"{_images(len(splits.train) - statistics.empty)}{as_found}, {_objects(statistics)}",
+            "evaluation": f"{_images(len(splits.evaluation))}{as_found} ({held_out})",
             **self._warning(),
             **({"small objects": small} if (small := statistics.too_small(config.max_size)) else {}),
             "categories": counts + (f" and {more} more" if more > 0 else ""),
@@ -152,12 +153,15 @@ class DetectionTask(TrainingTask):
     def evaluate(self, progress: Progress) -> dict[str, float]:
         device, precision = self.accelerator.device, self.recipe.precision
         result = evaluate_detector(self.model, self.eval_set, device, precision, progress, self.eval_group)
-        return {
+        results = {
             f"{part}_{name}": value
             for part, metrics in (("box", result.boxes), ("mask", result.masks))
             if metrics is not None
             for name, value in metrics.overall.items()
         }
+        if self.recipe.skip_bad:
+            results |= self._skipped.report(self.train_set.skipped, result.skipped)
+        return results
 
     def save(self, path: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -188,6 +192,13 @@ class DetectionTask(TrainingTask):
 
 def _images(count: int) -> str:
     return counted(count, "image")
+
+
+def _objects(statistics: ObjectStatistics) -> str:
+    """How many there are, and how many images have none, which are not trained on."""
+    objects = counted(sum(statistics.counts.values()), "object")
+    unused = f"{statistics.empty:,} more without objects {'is' if statistics.empty == 1 else 'are'} not used"
+    return f"{objects}; {unused}" if statistics.empty else objects
 
 
 def train(

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..data.loading import Progress
+from ..data.loading import Progress, describe_skipped
 from .recipe import BackboneSettings
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingError(ValueError):
     """A run that cannot continue; its last checkpoint is intact."""
+
+
+class SkippedImages:
+    """The images that a run could not read, over all its processes; each is named once, when it is first skipped."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, set[str]] = {"training": set(), "evaluation": set()}
+
+    def report(self, training: Collection[str], evaluation: Collection[str]) -> dict[str, float]:
+        """Name those that are new, and count them all for the results of an evaluation.
+
+        ``training``: names of those that this process could not train on so far; ``evaluation``: of those that no
+        process could evaluate now. ``skipped`` and ``skipped_in_training`` both count images, each once.
+        """
+        found = {"training": set(gather_object(list(training))), "evaluation": set(evaluation)}
+        for part, names in found.items():
+            new = sorted(names - self._named[part])
+            if new and PartialState().is_main_process:
+                logger.warning("%s: %s", part, describe_skipped(new))
+            self._named[part] |= names
+        return {"skipped": len(found["evaluation"]), "skipped_in_training": len(found["training"])}
 
 
 class TrainingTask(ABC):

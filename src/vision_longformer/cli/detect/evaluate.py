@@ -78,12 +78,14 @@ def detect_evaluate(
 
 
 def _print_result(result: DetectionResult, per_category: bool) -> None:
+    from ...data.loading import describe_skipped
+
     rows = [("boxes", *map(_number, result.boxes.overall.values()))]
     if result.masks is not None:
         rows.append(("masks", *map(_number, result.masks.overall.values())))
     print_table("", (f"{result.images} images, %", *result.boxes.overall), rows)
     if result.skipped:
-        print_line(f"{result.skipped} images could not be read and were skipped")
+        print_line(describe_skipped(result.skipped))
     missing = [name for name, (boxes, _) in result.per_category.items() if isnan(boxes)]
     if missing:
         print_line(f"not in the evaluation images: {', '.join(missing)}")
@@ -98,7 +100,7 @@ def _number(percent: float) -> str:
 
 def _plain(result: DetectionResult, per_category: bool) -> dict[str, Any]:
     """The result as JSON data; what there are no objects for is null."""
-    data: dict[str, Any] = {"images": result.images, "skipped": result.skipped}
+    data: dict[str, Any] = {"images": result.images, "skipped": len(result.skipped)}
     for name, measured in (("boxes", result.boxes), ("masks", result.masks)):
         data[name] = measured and {key: _json_number(value) for key, value in measured.overall.items()}
     if per_category:

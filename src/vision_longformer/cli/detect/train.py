@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..output import print_line
 from ..parser import settings_from
 from ..recipes import recipe_settings
-from ..training import print_plan, run_training
+from ..training import print_plan, print_skipped, run_training
 
 if TYPE_CHECKING:
     from ...training.run import TrainedRun
@@ -54,6 +54,7 @@ def detect_train(
 def _print_end(trained: TrainedRun) -> None:
     print_line(f"best: {_metrics(trained.best)}; {trained.checkpoint}")
     print_line(f"last: {_metrics(trained.last)}; {trained.run / 'last.safetensors'}")
+    print_skipped(trained.last, "vil detect check")
     print_line(f"look at {' and '.join(map(str, trained.pictures))}")
     print_line(f"next: vil detect predict {trained.run} IMAGE --threshold 0.3 --output FOLDER")
     print_line(f"or:   vil detect evaluate {trained.run} --per-category")
