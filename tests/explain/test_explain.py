@@ -354,8 +354,15 @@ def test_command(checkpoint: Path, photo: Path, tmp_path: Path, capsys: pytest.C
     assert (data["stage"], data["head"]) == (2, 1)
     assert data["point"] == pytest.approx([(70.5 - 60) * 54 / 80 + 24, (40.5 - 40) * 54 / 80 + 24], abs=0.01)
     assert "wrote" in capsys.readouterr().out
-    with pytest.raises(FileExistsError, match="exists"):
+    with pytest.raises(FileExistsError, match=r"\.png exists; .* replace pictures with --overwrite"):
         _vil(*argv)
+    (tmp_path / "seen" / f"{photo.stem}.png").unlink()
+    with pytest.raises(FileExistsError, match=r"\.html exists; .* replace it with --overwrite"):
+        _vil(*argv)
+    _vil(checkpoint, photo, "--stage", 1, "--output", tmp_path / "seen", "--overwrite")
+    assert _data(tmp_path / "seen" / f"{photo.stem}.html")["stage"] == 1
+    _vil(*argv, "--overwrite")
+    assert _data(tmp_path / "seen" / f"{photo.stem}.html")["stage"] == 2
 
 
 def test_command_at_another_size(checkpoint: Path, photo: Path, tmp_path: Path) -> None:
@@ -406,6 +413,11 @@ def test_files_that_cannot_be_explained(checkpoint: Path, photo: Path, tmp_path:
     detector = write(tmp_path / "detector.safetensors", {"x": torch.ones(1)}, format=DETECTOR, config={})
     with pytest.raises(ValueError, match=r"is a detector, .* capture\(detector_backbone"):
         _vil(detector, photo)
+    (tmp_path / "best.onnx").write_bytes(b"any")
+    with pytest.raises(
+        ValueError, match=r"best\.onnx is an exported file, .* give the run directory or the \.safetensors"
+    ):
+        _vil(tmp_path / "best.onnx", photo)
 
 
 def test_capture_of_something_else() -> None:

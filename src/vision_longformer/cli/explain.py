@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .output import print_line, progress_bar
+from .output import check_free, print_line, progress_bar
 from .parser import Size
 from .predict import picture_paths
 
@@ -19,6 +19,7 @@ def explain(
     head: int | None = None,
     size: Size | None = None,
     output: str = "explained",
+    overwrite: bool = False,
 ) -> None:
     """Show what a classifier attends to in an image: a picture, and a page to explore with the mouse.
 
@@ -31,21 +32,21 @@ def explain(
         head: show this head, counted from 1; all by default.
         size: height and width of the input image, as 480x640, or one number for a square; as in training by default.
         output: a folder to write NAME.png and NAME.html to.
+        overwrite: replace a picture and a page that exist.
     """
     from ..explain import draw, write_page
     from ..explain import explain as explain_image
 
     chosen = None if point is None else parse_point(point)
-    (picture,) = picture_paths([Path(image)], Path(output))
+    (picture,) = picture_paths([Path(image)], Path(output), overwrite)
     page = picture.with_suffix(".html")
-    if page.exists():
-        raise FileExistsError(f"{page} exists; give another folder or remove it first")
+    check_free(page, overwrite)
     with progress_bar("tracing attention") as progress:
         explanation = explain_image(checkpoint, image, point=chosen, size=size, progress=progress)
-    draw(explanation, picture, stage=stage, head=head)
+    draw(explanation, picture, stage=stage, head=head, overwrite=overwrite)
     print_line(f"wrote {picture}")
     with progress_bar("writing weights") as progress:
-        write_page(explanation, page, stage=stage, head=head, progress=progress)
+        write_page(explanation, page, stage=stage, head=head, overwrite=overwrite, progress=progress)
     print_line(f"wrote {page}; open it in a browser")
 
 

@@ -17,6 +17,7 @@ from ..classification.model import Classifier, load_classifier
 from ..classification.predict import Prediction
 from ..data.images import decode_image
 from ..errors import CheckpointError
+from ..export.runtime import is_exported
 from .layers import Layer, capture
 from .weights import Progress, Rollout, rollout
 
@@ -86,6 +87,11 @@ def explain(
 
 
 def _load(checkpoint: str | Path, size: int | tuple[int, int] | None) -> Classifier:
+    if is_exported(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} is an exported file, whose attention cannot be seen; give the run directory or the "
+            ".safetensors checkpoint that it was exported from"
+        )
     try:
         return load_classifier(checkpoint, size)
     except CheckpointError as error:
