@@ -93,9 +93,18 @@ def test_headings_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda self, place, text, **_: written.append(text))
     one = Detection((1, 1, 5, 5), 1, 0.5)
+    annotated = [replace(one, score=nan)]
     draw_pair(Image.new("RGB", (9, 9)), [], [], ["cat"])
-    draw_pair(Image.new("RGB", (9, 9)), [replace(one, score=nan)], [one, one], ["cat"])
-    assert written == ["annotated: 0", "nothing found", "cat", "cat 50%", "cat 50%", "annotated: 1", "found: 2"]
+    draw_pair(Image.new("RGB", (9, 9)), annotated, [], ["cat"])
+    draw_pair(Image.new("RGB", (9, 9)), annotated, [one, one], ["cat"])
+    assert written[:2] == ["annotated: 0", "nothing found: correct"]
+    assert written[2:5] == ["cat", "annotated: 1", "nothing found"]
+    assert written[5:] == ["cat", "cat 50%", "cat 50%", "annotated: 1", "found: 2"]
+
+
+def test_nothing_found_where_there_is_nothing_is_not_red() -> None:
+    sheet = np.asarray(draw_pair(Image.new("RGB", (900, 600), "black"), [], [], ["cat"]))
+    assert not ((sheet[..., 0] > 150) & (sheet[..., 1] < 100)).any()
 
 
 def test_only_the_best_of_many_have_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,9 +309,9 @@ def test_saving_fetches_no_pretrained_weights(coco: Path, tmp_path: Path, monkey
 
 
 def test_the_end_of_a_run(coco: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The best evaluation and the last are named apart."""
+    """The best evaluation and the last are named apart, with the digits of the lines after each epoch."""
     best, last = {"box_AP": 3.04, "box_AP50": 9.96, "box_AR1": 1.0}, {"box_AP": 2.0, "box_AP50": 8.0}
     _print_end(TrainedRun(tmp_path, best, last))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"best: box_AP 3.0, box_AP50 10.0; {tmp_path}/best.safetensors"
-    assert lines[1] == f"last: box_AP 2.0, box_AP50 8.0; {tmp_path}/last.safetensors"
+    assert lines[0] == f"best: box_AP 3.04%, box_AP50 9.96%; {tmp_path}/best.safetensors"
+    assert lines[1] == f"last: box_AP 2.00%, box_AP50 8.00%; {tmp_path}/last.safetensors"

@@ -81,9 +81,13 @@ def _stroke(side: int, sides: Sequence[float]) -> tuple[int, int]:
 def draw_pair(
     image: Image.Image, annotated: Sequence[Detection], detections: Sequence[Detection], names: Sequence[str]
 ) -> Image.Image:
-    """Annotated objects on the left, detections on the right, each below its heading; nothing found is said."""
-    found = f"found: {len(detections)}" if detections else "nothing found"
-    headings = (f"annotated: {len(annotated)}", found)
+    """Annotated objects on the left, detections on the right, each below its heading.
+
+    That nothing was found is said, and whether it is right.
+    """
+    missed = bool(annotated) and not detections
+    nothing = "nothing found" if missed else "nothing found: correct"
+    headings = (f"annotated: {len(annotated)}", f"found: {len(detections)}" if detections else nothing)
     sides = [draw_detections(image, objects, names) for objects in (annotated, detections)]
     width, height = sides[0].size
     gap, font = round(width / 60), _font(max(16, round(width / 28)))
@@ -93,7 +97,7 @@ def draw_pair(
     for index, (side, heading) in enumerate(zip(sides, headings, strict=True)):
         left = index * (width + gap)
         sheet.paste(side, (left, head))
-        colour = NOTHING_COLOUR if index and not detections else TEXT_COLOUR
+        colour = NOTHING_COLOUR if index and missed else TEXT_COLOUR
         draw.text((left + gap, head / 2), heading, font=font, fill=colour, anchor="lm")
     return sheet
 

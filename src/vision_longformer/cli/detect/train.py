@@ -62,4 +62,4 @@ def _print_end(trained: TrainedRun) -> None:
 
 def _metrics(results: Mapping[str, float]) -> str:
     shown = {name: value for name, value in results.items() if name.endswith(("_AP", "_AP50"))}
-    return ", ".join(f"{name} {value:.1f}" for name, value in shown.items())
+    return ", ".join(f"{name} {value:.2f}%" for name, value in shown.items())
