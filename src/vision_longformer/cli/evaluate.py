@@ -6,6 +6,7 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import listed
 from .output import print_json, print_line, print_table, progress_bar
 from .parser import Size
 
@@ -27,7 +28,7 @@ def evaluate(
     confusion: str | None = None,
     json: bool = False,
 ) -> None:
-    """Show how accurate a classifier is on a data set: top-1, top-5 and loss.
+    """Show how accurate a classifier is on a data set: top-1, top-5 (for six classes or more) and loss.
 
     Under torchrun, the processes share the images; each image is counted once.
 
@@ -105,17 +106,24 @@ def _print_result(result: Result, title: str, per_class: bool) -> None:
             (result.classes[number], count, _number(top1), _mistaken(result, number))
             for number, (top1, count) in enumerate(result.per_class())
         ]
-        print_table("", ("class", "images", "top-1 %", "mostly misclassified as"), rows)
+        print_table("", ("class", "images", "top-1 %", "most often misclassified as"), rows)
+
+
+NAMED_TIES = 3
+"""Classes that are named where images are misclassified as several equally often."""
 
 
 def _mistaken(result: Result, number: int) -> str:
-    """The class that images of a class are most often misclassified as, and how many are."""
+    """The class that images of a class are most often misclassified as, or the classes if several are, and how many."""
     if result.confusion is None:
         return ""
     wrong = result.confusion[number].clone()
     wrong[number] = 0
     count = int(wrong.max())
-    return f"{result.classes[int(wrong.argmax())]} ({count})" if count else ""
+    if not count:
+        return ""
+    names = [result.classes[index] for index in (wrong == count).nonzero()[:, 0].tolist()]
+    return f"{listed(names, NAMED_TIES)} ({count}{' each' if len(names) > 1 else ''})"
 
 
 def _number(percent: float) -> str:
