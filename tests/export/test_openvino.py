@@ -65,10 +65,25 @@ def test_files_that_are_refused(scale: Path, tmp_path: Path) -> None:
     openvino.save_model(foreign, tmp_path / "foreign.xml")
     with pytest.raises(CheckpointError, match=r"foreign\.xml was not written by 'vil export'"):
         load_exported(tmp_path / "foreign.xml")
-    with pytest.raises(ValueError, match=r"scale\.xml is a file of OpenVINO, .* use --to int8, or \.onnx"):
-        quantise(scale, "bf16")
     with pytest.raises(ValueError, match=r"int8 in OpenVINO needs images .* give --data DATA"):
         quantise(scale, "int8")
+
+
+def test_bf16_rounds_the_weights(tmp_path: Path) -> None:
+    """bf16 has 7 bits behind the point: 1 + 1/256 and 1 + 3/256 lie in the middle between two numbers, and are rounded
+    to the even one. Vectors are not rounded."""
+    layer = nn.Linear(2, 1)
+    layer.load_state_dict({"weight": torch.tensor([[1 + 1 / 256, 1 + 3 / 256]]), "bias": torch.tensor([1 / 1024])})
+    export_verified(
+        layer, [(torch.ones(2, 2),)], tmp_path / "layer.xml", format="openvino", metadata=METADATA,
+        input_names=("images",), output_names=("sums",), dynamic_shapes=({0: Dim("batch", min=1)},),
+    )  # fmt: skip
+    small = quantise(tmp_path / "layer.xml", "bf16")
+    constants = [one for one in openvino.Core().read_model(small).get_ops() if one.get_type_name() == "Constant"]
+    assert [one.get_element_type().get_type_name() for one in constants if list(one.shape) == [1, 2]] == ["bf16"]
+    exported = load_exported(small)
+    assert exported.metadata == {**METADATA, "precision": "bf16"}
+    assert exported(torch.eye(2)).flatten().tolist() == pytest.approx([1 + 1 / 1024, 1 + 1 / 64 + 1 / 1024], abs=5e-3)
 
 
 def test_neither_file_is_overwritten(tmp_path: Path) -> None:

@@ -25,13 +25,14 @@ def quantise(
 ) -> None:
     """Write a copy of an exported ONNX or OpenVINO file with smaller weights, and measure on data what changes.
 
-    int8 makes linear layers multiply 8-bit integers. bf16 stores weights in half the space, and still computes in
-    float32. 'vil predict' and 'vil evaluate' accept the new file in place of the old one.
+    int8 makes linear layers multiply 8-bit integers. bf16 stores weights in half the space; onnxruntime still computes
+    in float32, OpenVINO in bf16 on processors that can. 'vil predict' and 'vil evaluate' accept the new file in place of
+    the old one.
 
     Args:
         model: a .onnx or .xml file from 'vil export'.
         output: the file to write, as MODEL_int8.onnx by default.
-        to: int8 or, for .onnx files, bf16.
+        to: int8 or bf16.
         data: images on which to compare both files of a classifier, given as to 'vil evaluate'; none by default. int8
             in OpenVINO needs them, and first takes 256 of the split "train" to find the ranges of its numbers.
         split: name of the split.

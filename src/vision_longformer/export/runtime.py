@@ -108,7 +108,8 @@ def _load_openvino(path: Path) -> ExportedModel:
     model = core.read_model(path)
     text = model.get_rt_info(OPENVINO_METADATA).astype(str) if model.has_rt_info(OPENVINO_METADATA) else "{}"
     metadata = decode_metadata(json.loads(text), path)
-    compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"})
+    precision = "bf16" if metadata.get("precision") == "bf16" else "f32"
+    compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": precision, "PERFORMANCE_HINT": "LATENCY"})
 
     def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         results = compiled([x.numpy() for x in inputs])
