@@ -26,8 +26,8 @@ def quantise(
     """Write a copy of an exported ONNX or OpenVINO file with smaller weights, and measure on data what changes.
 
     int8 makes linear layers multiply 8-bit integers. bf16 stores weights in half the space; onnxruntime still computes
-    in float32, OpenVINO in bf16 on processors that can. 'vil predict' and 'vil evaluate' accept the new file in place of
-    the old one.
+    in float32, OpenVINO in bf16 on processors that can. 'vil predict' and 'vil evaluate' accept the new file in place
+    of the old one.
 
     Args:
         model: a .onnx or .xml file from 'vil export'.
