@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from vision_longformer.classification.export import (
     load_exported_classifier,
 )
 from vision_longformer.classification.preprocessing import Preprocessing
+from vision_longformer.cli.export import _images
+from vision_longformer.cli.main import main
 from vision_longformer.errors import CheckpointError
 from vision_longformer.export import ExportedModel
 from vision_longformer.models.config import Full
@@ -117,12 +120,33 @@ def test_an_exported_checkpoint_says_whether_its_classes_have_names(named: bool,
         assert evaluate(path, data, workers=0).classes == classes
 
 
+def test_files_that_were_exported_before_their_run_went_on_are_told(
+    data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = VisionLongformer(small_config(Full(), img_size=(16, 16), num_classes=3))
+    checkpoint = save(model, tmp_path / "best.safetensors", info={"preprocessing": PREPARE.to_dict()})
+    path = export_checkpoint(checkpoint, tmp_path / "best.pt2", format="pt2").path
+    command = ["evaluate", str(path), "--data", data, "--workers", "0"]
+    main(command)
+    assert capsys.readouterr().err == ""
+    os.utime(path, (1000, 1000))
+    main(command)
+    assert capsys.readouterr().err.startswith(f"{path} is older than best.safetensors beside it")
+
+
 def test_an_exported_backbone_is_no_classifier(tmp_path: Path) -> None:
     model = VisionLongformer(small_config(Full(), img_size=(16, 16), num_classes=0))
     checkpoint = save(model, tmp_path / "model.safetensors")
     path = export_checkpoint(checkpoint, tmp_path / "model.pt2", backbone=True, format="pt2").path
     with pytest.raises(CheckpointError, match=r"model\.pt2 is an exported backbone; a classifier was asked for"):
         load_exported_classifier(path)
+
+
+def test_the_command_names_what_was_compared() -> None:
+    assert [_images(shape, 1) for shape in ((2, 3, 128, 128), (1, 3, 129, 173))] == [
+        "2 images of 128×128",
+        "1 image of 129×173",
+    ]
 
 
 def test_bad_settings(files: _Files, data: str, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,9 @@ from vision_longformer.cli.output import (
     print_table,
     progress_bar,
     size_text,
+    step_status,
     track,
+    warn_if_outdated,
 )
 
 
@@ -113,6 +117,34 @@ def test_no_bars_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypa
         for done in (1, 2, 3, 8):
             progress(done, 8)
     assert capsys.readouterr() == ("", "counting: 25%, 2 min 0 s left\n")
+
+
+def test_steps_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a minute is over when the second step begins, and again when the last does; no time is foretold."""
+    now = 100.0
+    monkeypatch.setattr("vision_longformer.cli.output.time.monotonic", lambda: now)
+    with step_status(("tracing", "comparing")) as progress:
+        for seconds, done in ((31, 1), (1, 2), (30, 3), (90, 4)):
+            now += seconds
+            progress(done, 4)
+    assert capsys.readouterr() == ("", "comparing (step 2 of 4)\ncomparing (step 4 of 4)\n")
+
+
+def test_an_exported_file_older_than_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is said of other files, of run directories and of names on the hub."""
+    exported, checkpoint = tmp_path / "best.onnx", tmp_path / "best.safetensors"
+    for path, written in ((exported, 1000), (checkpoint, 1000), (tmp_path / "last.onnx", 500)):
+        path.touch()
+        os.utime(path, (written, written))
+    others = (exported, checkpoint, tmp_path / "last.onnx", tmp_path, ".", "hf-hub:owner/name")
+    for path in others:
+        warn_if_outdated(path)
+    assert capsys.readouterr().err == ""
+    os.utime(checkpoint, (1001, 1001))
+    warn_if_outdated(exported)
+    assert capsys.readouterr().err == (
+        f"{exported} is older than best.safetensors beside it; 'vil export --overwrite' renews it\n"
+    )
 
 
 def test_numbers() -> None:

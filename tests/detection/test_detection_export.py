@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -220,16 +221,24 @@ def test_an_image_has_the_size_that_the_detector_gives_it() -> None:
     assert resized == (32, 19)
 
 
+def _two_photos() -> tuple[Difference, ...]:
+    return Difference((3, 384, 384), 1e-7, 1.0), Difference((3, 384, 384), 2e-7, 0.5)
+
+
 def test_the_command_tells_what_becomes_of_images_of_other_shapes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {**DetectorConfig("retinanet", "vil", 3).to_dict(), "min_size": [320, 384], "max_size": 512}
     (tmp_path / "d.pt2").touch()
     metadata = {"kind": "detector", "config": config, "size": (384, 384)}
-    written = ExportedFile(tmp_path / "d.pt2", metadata, (Difference((3, 384, 384), 1e-7, 1.0),))
+    written = ExportedFile(tmp_path / "d.pt2", metadata, _two_photos())
     monkeypatch.setattr(export_command, "_export", lambda *_, **__: written)
     export("d.safetensors", str(tmp_path / "d.pt2"), format="pt2", overwrite=True)
-    assert capsys.readouterr().out.splitlines()[-1] == (
+    lines = capsys.readouterr().out.splitlines()
+    assert re.split("  +", lines[2].strip()) == ["images", "largest difference", "largest value of an output"]
+    assert lines[4].split() == ["photo", "1,", "384×384", "1.0e-07", "1"]
+    assert lines[5].split() == ["photo", "2,", "384×384", "2.0e-07", "0.5"]
+    assert lines[-1] == (
         "it takes images of 384×384; those of another shape are padded, so that scores differ slightly from the "
         "checkpoint's. If yours have one shape, export with --size HEIGHTxWIDTH, their size when they are scaled to at "
         "most 384 on the shorter and 512 on the longer side"

@@ -19,12 +19,12 @@ from pycocotools import mask as rle
 from torch import Tensor, nn
 
 from vision_longformer import save
-from vision_longformer.cli.detect.predict import detect_predict
+from vision_longformer.cli.detect.predict import _print_objects, detect_predict
 from vision_longformer.detection import load_detector, save_detector
 from vision_longformer.detection import predict as prediction_module
 from vision_longformer.detection.detections import Detection
 from vision_longformer.detection.pictures import DRAWN
-from vision_longformer.detection.predict import Tile, merge, predict, predict_image, tiles
+from vision_longformer.detection.predict import Prediction, Tile, merge, predict, predict_image, tiles
 from vision_longformer.detection.stream import bytes_at_once
 from vision_longformer.errors import CheckpointError
 
@@ -209,6 +209,20 @@ def test_command(tmp_path: Path, photo: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     detect_predict(checkpoint, [str(photo)], threshold=1.0)
     assert capsys.readouterr().out == f"{photo}: nothing found with a score of 1 or more; --threshold lowers it\n"
+
+
+def test_many_objects_are_not_all_printed(photo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 607, the best twenty, and how many more there are; of twenty all."""
+    image, found = Image.open(photo), [Detection((1, 2, 3, 4), 1, 1 - number / 1000) for number in range(607)]
+    _print_objects(Prediction("a.png", image, found), ["cat"], None, 0.3)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "a.png: 607 found with a score of 0.3 or more"
+    assert [line.split()[1] for line in lines if line.startswith("cat ")] == [
+        f"{100 - number / 10:.1f}" for number in range(20)
+    ]
+    assert lines[-1] == "… and 587 more (--json prints all)"
+    _print_objects(Prediction("a.png", image, found[:20]), ["cat"], None, 0.3)
+    assert "more (" not in capsys.readouterr().out
 
 
 def test_images_that_are_shrunk_much_are_told(tmp_path: Path, photo: Path, capsys: pytest.CaptureFixture[str]) -> None:

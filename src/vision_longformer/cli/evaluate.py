@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import listed
-from .output import print_json, print_line, print_table, progress_bar
+from .output import print_json, print_line, print_table, progress_bar, warn_if_outdated
 from .parser import Size
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def evaluate(
     PartialState().destroy_process_group()
     if not PartialState().is_main_process:
         return
+    warn_if_outdated(checkpoint)
     if json:
         where = {"checkpoint": checkpoint, "data": images.data, "split": images.split}
         print_json({**where, "size": size, **_plain(result, per_class)})

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .output import check_free, print_line, print_table, progress_bar, size_text
+from ..training.callbacks import counted
+from .output import check_free, print_line, print_table, size_text, step_status
 from .parser import Size
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def export(
     path = check_target(output or resolve_checkpoint(checkpoint).with_suffix(SUFFIXES.get(format, "")), format)
     check_free(path, overwrite)
     options: dict[str, Any] = {"format": format, "size": size}
-    with progress_bar("exporting") as progress:
+    with step_status(("tracing the model", "writing the file", "comparing the file with the model")) as progress:
         exported = _export(checkpoint, path, dynamic, backbone, overwrite=overwrite, progress=progress, **options)
     _print_differences(exported)
     if exported.metadata["kind"] == "detector":
@@ -82,8 +83,11 @@ def _export_detector(checkpoint: str, path: Path, dynamic: bool, backbone: bool,
 
 
 def _print_differences(exported: ExportedFile) -> None:
-    rows = [(_images(one.shape), f"{one.difference:.1e}", f"{one.largest:.3g}") for one in exported.differences]
-    print_table("Compared with the model", ("images", "largest difference", "of values up to"), rows)
+    rows = [
+        (_images(one.shape, number), f"{one.difference:.1e}", f"{one.largest:.3g}")
+        for number, one in enumerate(exported.differences, 1)
+    ]
+    print_table("Compared with the model", ("images", "largest difference", "largest value of an output"), rows)
     print_line(f"wrote {exported.path}: {exported.bytes / 1e6:.1f} MB")
 
 
@@ -98,6 +102,7 @@ def _padding_note(metadata: Mapping[str, Any]) -> str:
     )
 
 
-def _images(shape: tuple[int, ...]) -> str:
-    """``1 of 128×128``: of a batch (b, C, H, W), or of the image (C, H, W) that a detector takes."""
-    return f"{shape[0] if len(shape) == 4 else 1} of {size_text((shape[-2], shape[-1]))}"
+def _images(shape: tuple[int, ...], number: int) -> str:
+    """``2 images of 128×128`` of a batch (b, C, H, W); ``photo 1, 384×384`` of an image (C, H, W) for a detector."""
+    size = size_text((shape[-2], shape[-1]))
+    return f"{counted(shape[0], 'image')} of {size}" if len(shape) == 4 else f"photo {number}, {size}"

@@ -137,6 +137,14 @@ def check_free(path: str | Path, overwrite: bool) -> None:
         raise FileExistsError(f"{path} exists; choose another name, or replace it with --overwrite")
 
 
+def warn_if_outdated(exported: str | Path) -> None:
+    """Say on stderr if the checkpoint beside an exported file, from which it was made by default, is newer."""
+    path = Path(exported)
+    checkpoint = path.with_suffix(".safetensors") if path.is_file() else None
+    if checkpoint and checkpoint.is_file() and checkpoint.stat().st_mtime > path.stat().st_mtime:
+        print(f"{path} is older than {checkpoint.name} beside it; 'vil export --overwrite' renews it", file=sys.stderr)
+
+
 def track(items: Sequence[Item], doing: str) -> Iterable[Item]:
     """The items, with a bar on stderr that vanishes at the end; no bar if stderr is no terminal."""
     from rich import progress
@@ -174,6 +182,33 @@ def _progress_lines(doing: str) -> Callable[[int, int], None]:
             print(f"{doing}: {100 * done // total}%, {duration(left)} left", file=sys.stderr, flush=True)
 
     return progress
+
+
+@contextmanager
+def step_status(steps: Sequence[str]) -> Iterator[Callable[[int, int], None]]:
+    """A function (done, total) that shows on stderr which step is under way; the last of ``steps`` is all that follow.
+
+    For steps that take so unequal a time that what is left cannot be told. Without a terminal, a step is told if the
+    line before is ``QUIET_SECONDS`` old.
+    """
+    from rich.console import Console
+
+    terminal, printed = Console(stderr=True), time.monotonic()
+
+    def words(done: int, total: int) -> str:
+        return f"{steps[min(done, len(steps) - 1)]} (step {done + 1} of {total})"
+
+    def line(done: int, total: int) -> None:
+        nonlocal printed
+        if done < total and time.monotonic() - printed >= QUIET_SECONDS:
+            printed = time.monotonic()
+            print(words(done, total), file=sys.stderr, flush=True)
+
+    if not terminal.is_terminal:
+        yield line
+        return
+    with terminal.status(steps[0]) as status:
+        yield lambda done, total: status.update(words(min(done, total - 1), total))
 
 
 def millions(count: int) -> str:

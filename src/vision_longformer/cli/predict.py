@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from .output import log_lines, print_json, print_line, print_table
+from .output import log_lines, print_json, print_line, print_table, warn_if_outdated
 from .parser import Size
 
 
@@ -38,6 +38,7 @@ def predict(
     from ..classification.predict import predict as predict_files
     from ..data.images import decode_image, image_files
 
+    warn_if_outdated(checkpoint)
     with log_lines():
         files = image_files(images)
     paths = [] if picture is None else picture_paths(files, Path(picture), overwrite)

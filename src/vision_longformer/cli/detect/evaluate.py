@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...files import atomic_write
-from ..output import print_json, print_line, print_table, progress_bar
+from ..output import print_json, print_line, print_table, progress_bar, warn_if_outdated
 
 if TYPE_CHECKING:
     from ...detection.evaluate import DetectionResult
@@ -63,6 +63,7 @@ def detect_evaluate(
     PartialState().destroy_process_group()
     if not PartialState().is_main_process:
         return
+    warn_if_outdated(checkpoint)
     if results is not None:
         with atomic_write(results) as temporary:
             temporary.write_text(json_format.dumps(result.detections))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...training.callbacks import counted
-from ..output import log_lines, print_json, print_line, print_table, progress_bar
+from ..output import log_lines, print_json, print_line, print_table, progress_bar, warn_if_outdated
 from ..predict import picture_paths
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def detect_predict(
     from ...detection.pictures import draw_detections, save_image
     from ...detection.predict import input_files, predict
 
+    warn_if_outdated(checkpoint)
     with log_lines():
         files = input_files(images)
     ids = _image_ids(files, data)
@@ -122,14 +123,20 @@ def _image_ids(files: Sequence[Path], data: str | None) -> list[int]:
     return [ids[file.resolve()] for file in files]
 
 
+MOST_ROWS = 20
+"""Objects of an image that are printed, the best ones."""
+
+
 def _print_objects(prediction: Prediction, names: Sequence[str], picture: Path | None, threshold: float) -> None:
     found = f"{len(prediction.detections) or 'nothing'} found with a score of {threshold:g} or more"
     print_line(f"{prediction.file}: {found}{'' if prediction.detections else '; --threshold lowers it'}")
     if prediction.detections:
         rows = [
             (names[one.label - 1], f"{100 * one.score:.1f}", *(f"{value:.0f}" for value in one.box))
-            for one in prediction.detections
+            for one in prediction.detections[:MOST_ROWS]
         ]
         print_table("", ("category", "%", "left", "top", "right", "bottom"), rows)
+    if (more := len(prediction.detections) - MOST_ROWS) > 0:
+        print_line(f"  … and {more} more (--json prints all)")
     if picture is not None:
         print_line(f"wrote {picture}")
