@@ -5,8 +5,8 @@
 ANNOTATED is a folder of .xml or .json files with their images beside them (for Pascal VOC's own folders, with images in
 JPEGImages). Outlines of labelme become masks. With `--tile`, large images are cut into tiles: an object belongs to the
 tile that its centre is in, its box is cut at the border of the tile, so that every object is there once, and masks are
-left out. With `--validation 4`, every fourth image or tile is for evaluation; with `--name tree`, all objects are
-trees, whatever they are called.
+left out; the rest of such an object is in the neighbouring tile without a label. With `--validation 4`, every fourth
+image or tile is for evaluation; with `--name tree`, all objects are trees, whatever they are called.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CIRCLE_POINTS = 32
 IMAGE_SUFFIXES = frozenset(Image.registered_extensions())
 
 SHOWN_FILES = 4
-"""Names of images that a message lists, of those that could be meant."""
+"""Names of images that a message lists."""
 
 
 class Box(NamedTuple):
@@ -40,6 +40,10 @@ class Box(NamedTuple):
     right: float
     bottom: float
     outline: tuple[float, ...] | None = None
+
+    def crosses(self, left: int, top: int, right: int, bottom: int) -> bool:
+        """Whether it leaves a part of the image."""
+        return self.left < left or self.top < top or self.right > right or self.bottom > bottom
 
     def within(self, left: int, top: int, right: int, bottom: int) -> Box | None:
         """The box as a part of the image shows it, if its centre is there."""
@@ -101,14 +105,27 @@ def find_image(annotation: Path, name: str, *others: Path) -> Path:
     there = sorted(path for folder in folders for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
     same = [path for path in there if path.stem == annotation.stem]
     if len(same) == 1:
-        print(f"{annotation} is of {name or 'no named image'}, which is not there; took {same[0].name}")
+        missing = f"{name}, which does not exist" if name else "no image"
+        print(f"{annotation} names {missing}; using {same[0].name} instead")
         return same[0]
-    names = [path.name for path in same or there]
-    shown = ", ".join(names[:SHOWN_FILES]) + (" …" if len(names) > SHOWN_FILES else "")
     raise SystemExit(
         f"there is no image {annotation.parent / (name or annotation.stem)}, which is annotated in {annotation.name}; "
-        f"images should be beside their annotations, where there are {shown or 'no images'}"
+        f"images should be beside their annotations, where there are {shown(same or there) or 'no images'}"
     )
+
+
+def shown(paths: list[Path]) -> str:
+    """The first few names."""
+    return ", ".join(path.name for path in paths[:SHOWN_FILES]) + (" …" if len(paths) > SHOWN_FILES else "")
+
+
+def report_unannotated(folder: Path, annotated: Iterable[Path]) -> None:
+    """Say which images have no annotations, and so are not part of the data set."""
+    beside = [path for part in (".", "Annotations", "JPEGImages") for path in (folder / part).glob("*")]
+    left = sorted({path for path in beside if path.suffix.lower() in IMAGE_SUFFIXES}.difference(annotated))
+    if left:
+        have = "image has no annotation file and is" if len(left) == 1 else "images have no annotation file and are"
+        print(f"{len(left)} {have} left out: {shown(left)}")
 
 
 def labelme_outline(shape: dict[str, Any]) -> tuple[float, ...] | None:
@@ -137,9 +154,13 @@ def tiles(image: Image.Image, side: int | None) -> Iterator[tuple[int, int, int,
 
 
 def cut(images: Iterable[tuple[Path, list[Box]]], output: Path, side: int | None) -> list[Tile]:
-    """Write all tiles as images, each with the name of its image and where in it the tile begins."""
+    """Write all tiles as images, each with the name of its image and where in it the tile begins.
+
+    How many boxes their borders cut is told.
+    """
     cut_out: list[Tile] = []
     taken: set[str] = set()
+    crossing = 0
     for path, boxes in images:
         image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
         boxes = [box for one in boxes if (box := clipped(one, image, path))]
@@ -150,8 +171,11 @@ def cut(images: Iterable[tuple[Path, list[Box]]], output: Path, side: int | None
             taken.add(name)
             stated = {"id": number, "file_name": f"{name}.png", "width": tile.width, "height": tile.height}
             tile.save(output / stated["file_name"])
-            shown = boxes if side is None else [box for one in boxes if (box := one.within(*part))]
-            cut_out.append((stated, shown))
+            inside = [(one, box) for one in boxes if (box := one.within(*part))]
+            crossing += sum(one.crosses(*part) for one, _ in inside)
+            cut_out.append((stated, boxes if side is None else [box for _, box in inside]))
+    if crossing:
+        print(f"{crossing} {'box was' if crossing == 1 else 'boxes were'} cut at tile borders")
     return cut_out
 
 
@@ -202,12 +226,16 @@ def main() -> None:
     parser.add_argument("annotated", type=Path, help="folder of .xml or .json files and images")
     parser.add_argument("output", type=Path, help="folder to be made")
     parser.add_argument(
-        "--tile", type=int, default=None, help="cut images into about equal tiles, at most so many pixels wide and high"
+        "--tile",
+        type=int,
+        help="cut images into about equal tiles, at most so many pixels wide and high (default: images stay whole)",
     )
     parser.add_argument(
-        "--validation", type=int, default=None, help="keep one image, or tile, in so many for evaluation"
+        "--validation",
+        type=int,
+        help="keep one image, or tile, in so many for evaluation (default: none, and training holds some out itself)",
     )
-    parser.add_argument("--name", default=None, help="one name for all objects")
+    parser.add_argument("--name", help="one name for all objects (default: the names that they have)")
     arguments = parser.parse_args()
 
     if (arguments.output / "images").exists():
@@ -224,7 +252,8 @@ def main() -> None:
 def convert(arguments: argparse.Namespace, output: Path) -> None:
     """Write images and annotations into a folder."""
     (output / "images").mkdir()
-    annotated = annotated_images(arguments.annotated, arguments.name)
+    annotated = list(annotated_images(arguments.annotated, arguments.name))
+    report_unannotated(arguments.annotated, (path for path, _ in annotated))
     splits = {"train": cut(annotated, output / "images", arguments.tile)}
     names = sorted({box.name for _, boxes in splits["train"] for box in boxes})
     if arguments.validation:

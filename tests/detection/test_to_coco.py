@@ -50,9 +50,10 @@ def test_whole_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert target.boxes.tolist() == [[10, 10, 30, 40], [40, 5, 70, 25], [90, 45, 100, 60]]
 
 
-def test_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four tiles, the last is for evaluation; the elm is where its centre is, and cut there."""
+def test_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four tiles, the last is for evaluation; the elm is where its centre is, and cut there, as the first oak is."""
     output = _converted(tmp_path, monkeypatch, "--tile", "50", "--validation", "4", "--name", "tree")
+    assert "2 boxes were cut at tile borders\n" in capsys.readouterr().out
     data = CocoData(output, "train")
     images, targets = zip(*(data.read(index) for index in range(len(data))), strict=True)
     assert [image.size for image in images] == [(50, 30)] * 3
@@ -61,6 +62,33 @@ def test_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [category.name for category in data.categories] == ["tree"]
     (annotation,) = json.loads((output / "validation.json").read_text())["annotations"]
     assert (annotation["bbox"], annotation["area"], annotation["image_id"]) == ([40, 15, 10, 15], 150, 4)
+
+
+def test_images_without_annotations_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    annotated = _annotated(tmp_path / "voc")
+    _convert(annotated, tmp_path / "all", monkeypatch)
+    printed = capsys.readouterr().out
+    assert "left out" not in printed
+    assert "cut at tile borders" not in printed
+    (annotated / "lake.JPG").touch()
+    _convert(annotated, tmp_path / "but_one", monkeypatch)
+    assert "1 image has no annotation file and is left out: lake.JPG\n" in capsys.readouterr().out
+    for number in range(5):
+        (annotated / f"{number}.png").touch()
+    _convert(annotated, tmp_path / "but_six", monkeypatch)
+    left = "6 images have no annotation file and are left out: 0.png, 1.png, 2.png, 3.png …"
+    assert left in capsys.readouterr().out
+
+
+def test_help_states_defaults(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["to_coco.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = " ".join(capsys.readouterr().out.split())
+    for default in ("images stay whole", "none, and training holds some out itself", "the names that they have"):
+        assert f"(default: {default})" in printed
 
 
 def test_folders_of_pascal_voc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +156,8 @@ def test_an_image_of_the_annotations_name_is_taken_for_one_that_is_missing(
     (annotated / "wood.xml").write_text(text.replace("wood.png", "wood.tif"))
     data = CocoData(_convert(annotated, tmp_path / "coco", monkeypatch), "train")
     assert data.read(0)[0].size == (100, 60)
-    assert f"{annotated}/wood.xml is of wood.tif, which is not there; took wood.png\n" in capsys.readouterr().out
+    told = f"{annotated}/wood.xml names wood.tif, which does not exist; using wood.png instead\n"
+    assert told in capsys.readouterr().out
     (annotated / "wood.jpg").touch()
     with pytest.raises(SystemExit, match=r"wood\.tif, which is annotated in .* there are wood\.jpg, wood\.png$"):
         _convert(annotated, tmp_path / "other", monkeypatch)
