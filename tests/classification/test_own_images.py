@@ -246,7 +246,7 @@ def test_weights_of_a_run_bring_its_split(run: tuple[Path, str], colours: Path, 
     same = open_splits(ClassificationRecipe(data=str(colours), batch_size=2, init=str(run[0]), seed=5))
     assert same.split is not None
     assert list(same.split.evaluation) == held
-    assert same.how == "held out as by the run that it starts from"
+    assert same.how == "the same images that the run it starts from held out"
     copy = write_colours(tmp_path / "copy", 25)  # with five more of each
     moved = open_splits(ClassificationRecipe(data=str(copy), batch_size=2, init=str(run[0]), seed=5))
     assert moved.split is not None
@@ -281,7 +281,7 @@ def test_a_folder_of_a_run_brings_its_split(run: tuple[Path, str], colours: Path
     same = open_splits(ClassificationRecipe(data=str(colours), batch_size=2, init=str(folder), seed=5))
     assert same.split is not None
     assert list(same.split.evaluation) == json.loads((run[0] / "split.json").read_text())["evaluation"]
-    assert same.how == "held out as by the run that it starts from"
+    assert same.how == "the same images that the run it starts from held out"
 
 
 def test_what_a_checkpoint_elsewhere_is_evaluated_on(run: tuple[Path, str], tmp_path: Path) -> None:

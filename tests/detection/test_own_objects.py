@@ -198,7 +198,7 @@ def test_starting_weights_bring_their_split(own: tuple[Path, Path, dict[str, str
     written = {"train": [f"{number}.png" for number in range(1, 8)], "evaluation": ["0.png"]}
     (tmp_path / "split.json").write_text(json.dumps(written))
     assert open_splits(recipe).evaluation.names == ["0.png"]
-    assert open_splits(recipe).how == "held out as by the run that it starts from"
+    assert open_splits(recipe).how == "the same images that the run it starts from held out"
     (tmp_path / "split.json").write_text(json.dumps({"train": ["a.png"], "evaluation": ["b.png"]}))
     assert open_splits(recipe).how.startswith("held out anew: most of the images")
 

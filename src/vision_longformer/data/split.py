@@ -21,7 +21,7 @@ EVAL_FRACTION = 0.15
 
 HELD_OUT = "held out from the training images"
 AS_BEFORE = "held out as before"
-INHERITED = "held out as by the run that it starts from"
+INHERITED = "the same images that the run it starts from held out"
 UNKNOWN = (
     "held out anew: most of the images that the starting weights were trained on are not here by name, and if they are "
     "under other names, the evaluation counts images that were trained on"

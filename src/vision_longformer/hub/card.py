@@ -91,7 +91,7 @@ def _training(run: RunFacts) -> str:
         shipped = f"Trained with recipe `{name}` (“{about}”, which is about the recipe and no result of this model). "
     return (
         f"## Data and recipe\n\n{shipped}Trained on `{run.data}`, {run.trained_on}, with {packages}. "
-        f"What the recipe changes of the defaults:\n\n```yaml\n{run.recipe.rstrip()}\n```"
+        f"Settings that differ from the defaults:\n\n```yaml\n{run.recipe.rstrip()}\n```"
     )
 
 
