@@ -109,6 +109,8 @@ def test_what_is_given_decides_the_rest(colours: Path, tmp_path: Path) -> None:
     path = save(VisionLongformer(config.override(stages=stages)), tmp_path / "two.safetensors")
     recipe = resolve(ClassificationRecipe, "own_images", ClassificationTask.derive, data=str(colours), init=str(path))
     assert recipe.model_config(3).stages == stages
+    left_open = {*values, *derived(colours), *derived(colours, init=str(path))}
+    assert left_open.difference(load_recipe(ClassificationRecipe, "own_images")) == ClassificationRecipe.derived
 
 
 def test_processes_share_a_batch(colours: Path, monkeypatch: pytest.MonkeyPatch) -> None:

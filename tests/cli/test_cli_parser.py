@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from vision_longformer.cli.main import COMMANDS
+from vision_longformer.cli.main import COMMANDS, main
 from vision_longformer.cli.parser import Group, Settings, Size, run_command, settings_from
 from vision_longformer.cli.recipes import SETTING_GROUPS, recipe_settings
 
@@ -249,7 +249,7 @@ def test_help_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("task", ["classification", "detection"])
 def test_every_setting_of_a_recipe_is_in_a_group_with_a_sentence(task: str) -> None:
-    recipe, _, groups, _ = recipe_settings(task)
+    recipe, _, groups, *_ = recipe_settings(task)
     names = [name for group in groups.values() for name in group]
     assert sorted(set(names)) == sorted(names)
     command = COMMANDS.commands["train"] if task == "classification" else COMMANDS.commands["detect"].commands["train"]
@@ -264,6 +264,15 @@ def test_groups_have_no_settings_that_are_no_longer_there() -> None:
         field.name for task in ("classification", "detection") for field in fields(recipe_settings(task).dataclass)
     }
     assert {name for group in SETTING_GROUPS.values() for name in group} <= known
+
+
+def test_help_says_which_settings_follow_from_own_data(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--epochs N passes over the training set. (default: 300; derived for data of your own)" in text
+    assert "--std [X,...] channel standard deviations; null for ImageNet's. (derived for data of your own)" in text
+    assert "--seed N seeds everything random; the same seed gives the same run. (default: 0)" in text
 
 
 def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from vision_longformer.detection.task import DetectionTask, train
 from vision_longformer.hub import save_pretrained
 from vision_longformer.training.callbacks import Callback
 from vision_longformer.training.distributed import make_accelerator
-from vision_longformer.training.recipe import resolve
+from vision_longformer.training.recipe import load_recipe, resolve
 
 SMALL = {
     "detector_options": {
@@ -127,6 +127,12 @@ def test_levels_of_starting_weights_with_three_stages(
     recipe = resolve(DetectionRecipe, "own_objects", derive, data=data, init="cifar10_nano", detector_options=options)
     config = recipe.detector_config(3)
     assert (config.backbone_in_words, config.stages) == ("vision_longformer_nano", levels)
+
+
+def test_settings_that_the_recipe_leaves_open(tmp_path: Path) -> None:
+    """Those that 'vil detect train --help' calls derived."""
+    values = derive({"data": str(write_coco(tmp_path))})
+    assert set(values).difference(load_recipe(DetectionRecipe, "own_objects")) == DetectionRecipe.derived
 
 
 def test_held_out_images(tmp_path: Path) -> None:

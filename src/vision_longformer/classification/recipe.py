@@ -94,6 +94,12 @@ class ClassificationRecipe(BackboneSettings):
     task: ClassVar[str] = "classification"
     generated: ClassVar[Mapping[str, Mapping[str, Any]]] = _generated()
     own_data: ClassVar[str] = "own_images"
+    derived: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("model", "model_options", "init", "image_size", "mean", "std", "crop_pct", "batch_size"),
+            *("epochs", "warmup", "ema", "lr", "eval_every", "workers"),
+        }
+    )
 
     image_size: int | tuple[int, int] | None = None
     init: str | None = None

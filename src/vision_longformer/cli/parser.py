@@ -13,7 +13,7 @@ import inspect
 import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields
 from types import MappingProxyType, UnionType
 from typing import Any, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -42,13 +42,15 @@ class Group(NamedTuple):
 class Settings(NamedTuple):
     """A dataclass whose fields a command takes as options, a sentence about them, and the titles to list them under.
 
-    ``nested``: those among the fields that are dictionaries, with a dataclass whose fields are their keys.
+    ``nested``: those among the fields that are dictionaries, with a dataclass whose fields are their keys. ``derived``:
+    those whose defaults do not hold for data of one's own, from which they are derived.
     """
 
     dataclass: type
     about: str
     groups: Mapping[str, tuple[str, ...]]
     nested: Mapping[str, type] = MappingProxyType({})
+    derived: Collection[str] = ()
 
 
 def settings_from(load: Callable[[], Settings]) -> Callable[[F], F]:
@@ -249,7 +251,8 @@ def _add_settings(parser: ArgumentParser, settings: Settings, taken: set[str]) -
         for name in [name for name in own if grouped.get(name, OTHER_SETTINGS) == title]:
             default = own[name].default
             text = re.sub(r"\bNone\b", "null", texts.get(name, ""))  # as it is written on the command line
-            help_text = _help_text(text, None if default is MISSING else default)
+            note = DERIVED if name in settings.derived else ""
+            help_text = _help_text(text, None if default is MISSING else default, note)
             if _is_boolean(types[name]):
                 _add_boolean(group, name, help_text)
             elif words := _words_beside_boolean(types[name]):
@@ -259,6 +262,8 @@ def _add_settings(parser: ArgumentParser, settings: Settings, taken: set[str]) -
                     _dashed(f"--{name}"), default=SUPPRESS, metavar=_setting_metavar(types[name]), help=help_text
                 )
 
+
+DERIVED = "derived for data of your own"
 
 OTHER_SETTINGS = "other settings"
 """The title of settings that are in no group."""
@@ -273,11 +278,14 @@ def _setting_metavar(expected: Any) -> str:
     return METAVARS.get(get_origin(single) or single, "VALUE")
 
 
-def _help_text(text: str, default: Any) -> str:
-    """The sentence with the default, unless it says what happens by default; argparse reads ``%`` as a field."""
-    if default is not None and default is not False and default not in ("", ()) and "default" not in text:
-        text = f"{text} (default: {_default_text(default)})"
-    return text.replace("%", "%%")
+def _help_text(text: str, default: Any, note: str = "") -> str:
+    """The sentence with the default, unless it says what happens by default, and a note on the default.
+
+    argparse reads ``%`` as a field.
+    """
+    stated = default is not None and default is not False and default not in ("", ()) and "default" not in text
+    notes = [f"default: {_default_text(default)}"] * stated + [note] * bool(note)
+    return (f"{text} ({'; '.join(notes)})" if notes else text).replace("%", "%%")
 
 
 def _default_text(default: Any) -> str:

@@ -125,4 +125,4 @@ def recipe_settings(task: str) -> Settings:
     nested: dict[str, type] = {"model_options": ModelConfig}
     if task == "detection":
         nested["detector_options"] = DetectorConfig
-    return Settings(recipe_type(task), about, SETTING_GROUPS, nested)
+    return Settings(recipe_type(task), about, SETTING_GROUPS, nested, recipe_type(task).derived)

@@ -76,6 +76,12 @@ class DetectionRecipe(BackboneSettings):
     run_prefix: ClassVar[str] = "detect-"
     generated: ClassVar[Mapping[str, Mapping[str, Any]]] = _generated()
     own_data: ClassVar[str] = "own_objects"
+    derived: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("detector", "detector_options", "model", "model_options", "batch_size", "epochs", "lr"),
+            *("warmup_steps", "ema", "eval_every", "log_every", "workers", "precision"),
+        }
+    )
 
     detector: str = "mask_rcnn"
     detector_options: dict[str, Any] = field(default_factory=dict)

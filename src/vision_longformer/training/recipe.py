@@ -191,6 +191,8 @@ class BackboneSettings(TrainSettings):
     """Shipped recipes that are not files: what they change of their ``base``, by name."""
     own_data: ClassVar[str]
     """The recipe with ``auto`` for data of one's own."""
+    derived: ClassVar[frozenset[str]] = frozenset()
+    """The settings that it leaves open, to be derived from the data and the machine."""
 
     model: str = "vision_longformer_tiny"
     model_options: dict[str, Any] = field(default_factory=dict)
