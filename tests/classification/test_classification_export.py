@@ -22,7 +22,6 @@ from vision_longformer.classification.export import (
     load_exported_classifier,
 )
 from vision_longformer.classification.preprocessing import Preprocessing
-from vision_longformer.cli.export import _images
 from vision_longformer.cli.main import main
 from vision_longformer.errors import CheckpointError
 from vision_longformer.export import ExportedModel
@@ -140,13 +139,6 @@ def test_an_exported_backbone_is_no_classifier(tmp_path: Path) -> None:
     path = export_checkpoint(checkpoint, tmp_path / "model.pt2", backbone=True, format="pt2").path
     with pytest.raises(CheckpointError, match=r"model\.pt2 is an exported backbone; a classifier was asked for"):
         load_exported_classifier(path)
-
-
-def test_the_command_names_what_was_compared() -> None:
-    assert [_images(shape, 1) for shape in ((2, 3, 128, 128), (1, 3, 129, 173))] == [
-        "2 images of 128×128",
-        "1 image of 129×173",
-    ]
 
 
 def test_bad_settings(files: _Files, data: str, tmp_path: Path) -> None:

@@ -198,7 +198,8 @@ def test_a_fixed_size_is_kept_to(checkpoint: Path, photo: Path, tmp_path: Path, 
     output = tmp_path / "fixed.pt2"
     _vil("export", checkpoint, output, "--format", "pt2", "--size", "24x40")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines if "24×40" in line] == [["2", "of", "24×40"], ["1", "of", "24×40"]]
+    compared = [line.split("  ")[1] for line in lines if "24×40" in line]
+    assert compared == ["2 images of 24×40", "1 image of 24×40"]
     assert lines[-1].startswith(f"wrote {output}: 0.")
     classifier = load_exported_classifier(output)
     assert classifier.preprocessing == Preprocessing(**{**PREPARE.to_dict(), "size": (24, 40)})
