@@ -114,43 +114,41 @@ def _entries(rows: np.ndarray, columns: np.ndarray, spec: LocalSpec, count: int)
 
 # A map of any size
 
+REPEATED = -40.0
+"""Added to the score of a key that is there twice: beside the first it weighs 4e-18, less than rounding in float64.
+
+To mask it by −∞ takes onnxruntime three times as long: the exponentials of such scores are denormal numbers.
+"""
+
 
 class AnySize(NamedTuple):
     """Where the tokens and biases of M chunks are. Each gathers m keys: three chunks by three, or fewer rows or columns
     if there are no more.
 
-    A chunk with fewer neighbours than that repeats keys that it sees; the values of repeated ones are a row of zeros
-    behind the others. Without global tokens each chunk repeats its own first token in the place of one, so that there
-    are two keys at least: of one, a graph would not know whether to broadcast it. ``queries`` (heads · M · n), ``keys``
-    and ``values`` (heads · M · (G + m), G at least 1) are token · heads + head. ``columns`` are the entries of pairs of
-    a query and a key along the columns of the biases, (c₂ · w · m₂), and ``runs`` (M · n · m₁) places of the runs of m₂
-    biases that these make of each row. ``places`` (N · heads) are those of the tokens of the map among the queries.
+    A chunk with fewer neighbours than that repeats keys that it sees. Without global tokens each chunk repeats its own
+    first token in the place of one, so that there are two keys at least: of one, a graph would not know whether to
+    broadcast it. ``queries`` (heads · M · n) and ``keys`` (heads · M · (G + m), G at least 1) are token · heads + head.
+    ``columns`` are the entries of pairs of a query and a key along the columns of the biases, (c₂ · w · m₂), and
+    ``runs`` (M · n · m₁) places of the runs of m₂ biases that these make of each row. ``places`` (N · heads) are those
+    of the tokens of the map among the queries.
     """
 
     queries: Tensor
     keys: Tensor
-    values: Tensor
     columns: Tensor
     runs: Tensor
     places: Tensor
 
 
 def attend_any_size(inputs: Inputs, spec: LocalSpec) -> Tensor:
-    """All chunks of a head are heads of their own, (B, heads · M, n, dim), each with its bias.
-
-    A repeated key has the score of the one that it repeats and a value of zero, and so has the column of ones beside
-    the values, which sums the weights that count. To mask keys by −∞ takes onnxruntime three times as long: the
-    exponentials of such scores are denormal numbers.
-    """
+    """All chunks of a head are heads of their own, (B, heads · M, n, dim), each with its bias."""
     batch, tokens, heads, dim = inputs.q.shape
     plan, chunks = _planned(inputs, spec), heads * spec.chunks.tokens
-    v = F.pad(torch.cat([inputs.v, inputs.v.new_ones(*inputs.v.shape[:3], 1)], 3), (0, 0, 0, 0, 0, 1))
     q, k, v = (
-        _gather(x, numbers).view(batch, chunks, -1, x.shape[-1])
-        for x, numbers in ((inputs.q, plan.queries), (inputs.k, plan.keys), (v, plan.values))
+        _gather(x, numbers).view(batch, chunks, -1, dim)
+        for x, numbers in ((inputs.q, plan.queries), (inputs.k, plan.keys), (inputs.v, plan.keys))
     )
-    sums = softmax_attention(q, k, v, _chunk_biases(inputs, spec, plan), spec.scale)
-    out = contiguous_copy(sums[..., :dim] / sums[..., dim:])
+    out = contiguous_copy(softmax_attention(q, k, v, _chunk_biases(inputs, spec, plan), spec.scale))
     return out.flatten(1, 2).index_select(1, plan.places).view(batch, tokens, heads, dim)
 
 
@@ -162,9 +160,12 @@ def _chunk_biases(inputs: Inputs, spec: LocalSpec, plan: AnySize) -> Tensor:
     if inputs.global_tokens(spec) == 0:
         steps = np.arange(spec.window) + 2 * spec.window - 1
         entries = torch.tensor((steps[:, None] * side + steps).ravel(), device=table.device)
-        first = table.index_select(1, entries)[:, None, :, None]
-    runs = table.view(heads, side, side).index_select(2, plan.columns)
-    runs = runs.view(heads, side * spec.chunks.width * spec.window, -1).index_select(1, plan.runs)
+        first = table.index_select(1, entries)[:, None, :, None] + REPEATED
+    table = table.view(heads, side, side)
+    repeated = table + REPEATED
+    once, twice = torch.cat([table, repeated], 2), torch.cat([repeated, repeated], 2)
+    runs = torch.cat([once, twice], 1).index_select(2, plan.columns)
+    runs = runs.view(heads, 2 * side * spec.chunks.width * spec.window, -1).index_select(1, plan.runs)
     local = runs.view(heads, spec.chunks.tokens, size, -1)
     return torch.cat([first.expand(-1, spec.chunks.tokens, size, -1), local], 3).flatten(0, 1)
 
@@ -188,18 +189,13 @@ def _planned(inputs: Inputs, spec: LocalSpec) -> AnySize:
 def _plan(spec: LocalSpec, heads: int, count: int, device: torch.device) -> AnySize:
     window, (height, width), chunks = spec.window, spec.grid, spec.chunks
     rows, columns = (_axis_plan(*lengths, spec, device) for lengths in zip(spec.grid, chunks, strict=True))
-    head, zeros = torch.arange(heads, device=device), height * width
-    counted = _tokens((rows.keys * width).where(rows.counts, zeros), columns.keys.where(columns.counts, zeros), 1)
-    own = _tokens(rows.queries, columns.queries, width)
-    first_keys = first_values = torch.arange(count, device=device).expand(chunks.tokens, -1)
-    if count == 0:
-        first_keys, first_values = own[:, :1], own[:, :1] * 0 + zeros
-    seen = torch.cat([first_keys, _tokens(rows.keys, columns.keys, width) + count], 1)
-    valued = torch.cat([first_values, counted.clamp(max=zeros) + count], 1)
+    head, own = torch.arange(heads, device=device), _tokens(rows.queries, columns.queries, width)
+    first = torch.arange(count, device=device).expand(chunks.tokens, -1) if count else own[:, :1]
+    seen = torch.cat([first, _tokens(rows.keys, columns.keys, width) + count], 1)
     run = torch.arange(chunks.width * window, device=device).view(-1, 1, window, 1)
     row, column = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
-    first = (row // window * chunks.width + column // window) * window**2
-    places = (first + row % window * window + column % window).view(-1, 1)
+    start = (row // window * chunks.width + column // window) * window**2
+    places = (start + row % window * window + column % window).view(-1, 1)
 
     def of_heads(tokens: Tensor) -> Tensor:
         return (tokens * heads + head[:, None, None]).flatten()
@@ -207,7 +203,6 @@ def _plan(spec: LocalSpec, heads: int, count: int, device: torch.device) -> AnyS
     return AnySize(
         queries=of_heads(own),
         keys=of_heads(seen),
-        values=of_heads(valued),
         columns=columns.entries.flatten(),
         runs=(rows.entries[:, None, :, None] * (chunks.width * window) + run).flatten(),
         places=(places + head * (chunks.tokens * window**2)).flatten(),
@@ -215,12 +210,11 @@ def _plan(spec: LocalSpec, heads: int, count: int, device: torch.device) -> AnyS
 
 
 class AxisPlan(NamedTuple):
-    """Of the c chunks of an axis the positions of their queries (c, w) and of m keys (c, m), whether a key counts or is
-    repeated (c, m), and the entries of all pairs along an axis of the biases (c, w, m)."""
+    """Of the c chunks of an axis the positions of their queries (c, w) and of m keys (c, m), and the entries of all
+    pairs along an axis of the biases (c, w, m); those of repeated keys come after the 4w of the others."""
 
     queries: Tensor
     keys: Tensor
-    counts: Tensor
     entries: Tensor
 
 
@@ -235,7 +229,8 @@ def _axis_plan(length: int, chunks: int, spec: LocalSpec, device: torch.device) 
     entries = offsets + (2 * window - 1)
     if spec.rule == "exact":
         entries = entries.masked_fill(offsets.abs() > window, 4 * window - 1)
-    return AxisPlan(queries.clamp(max=length - 1), keys, keys == among, entries)
+    entries = entries + (keys != among)[:, None] * (4 * window)
+    return AxisPlan(queries.clamp(max=length - 1), keys, entries)
 
 
 GATHERED_CHUNK = Implementation(_refusal, _attend)
