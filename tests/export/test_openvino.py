@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import openvino
@@ -91,6 +93,29 @@ def test_neither_file_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match=r"scale\.bin exists"):
         _export_scale(tmp_path / "scale.xml")
     assert (tmp_path / "scale.bin").read_bytes() == b"other"
+
+
+SIGNALLED = """
+import gc, signal, subprocess, sys, torch
+from vision_longformer.export import load_exported
+
+first, second = load_exported(sys.argv[1]), load_exported(sys.argv[1])
+del first
+gc.collect()
+del second
+gc.collect()
+received = []
+signal.signal(signal.SIGCHLD, lambda *_: received.append(1))
+subprocess.run([sys.executable, "-c", ""])
+print(len(received))
+"""
+
+
+def test_a_signal_after_models_were_dropped(scale: Path) -> None:
+    """As a data loader's process gives when it ends."""
+    command = [sys.executable, "-c", SIGNALLED, str(scale)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import check_choice
 from ..files import atomic_write
-from .runtime import load_exported
+from .runtime import load_exported, openvino_core
 from .writers import BESIDE, encode_metadata, save_openvino
 
 PRECISIONS = ("int8", "bf16")
@@ -78,9 +78,8 @@ def _check_source(path: Path, to: str, calibration: Sequence[Tensor]) -> None:
 def _openvino_int8(path: Path, calibration: Sequence[Tensor]) -> Any:
     """Linear layers, convolutions and products of attention in int8, by OpenVINO's own tool."""
     import nncf
-    import openvino
 
-    model = openvino.Core().read_model(path)
+    model = openvino_core().read_model(path)
     dataset = nncf.Dataset([images.numpy() for images in calibration])
     size = max(len(calibration), 1)
     return nncf.quantize(model, dataset, model_type=nncf.ModelType.TRANSFORMER, subset_size=size)
@@ -91,7 +90,7 @@ def _openvino_bf16(path: Path) -> Any:
     import openvino
     from openvino import opset13 as operators
 
-    model = openvino.Core().read_model(path)
+    model = openvino_core().read_model(path)
     for node in model.get_ordered_ops():
         if node.get_type_name() == "Constant" and node.get_element_type() == openvino.Type.f32 and len(node.shape) > 1:
             rounded = torch.from_numpy(node.data.copy()).bfloat16()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,18 @@ def _load_pt2(path: Path) -> ExportedModel:
     return ExportedModel(run, decode_metadata(json.loads(texts[METADATA_FILE] or "{}"), path))
 
 
-def _load_openvino(path: Path) -> ExportedModel:
+@cache
+def openvino_core() -> Any:
+    """One for the whole process, never dropped: of two that are dropped in the order in which they were made, the
+    second leaves a signal stack behind that the first has freed, and the next signal is a crash (OpenVINO 2026.4).
+    """
     import openvino
 
-    core = openvino.Core()
+    return openvino.Core()
+
+
+def _load_openvino(path: Path) -> ExportedModel:
+    core = openvino_core()
     model = core.read_model(path)
     text = model.get_rt_info(OPENVINO_METADATA).astype(str) if model.has_rt_info(OPENVINO_METADATA) else "{}"
     metadata = decode_metadata(json.loads(text), path)
