@@ -142,7 +142,10 @@ def warn_if_outdated(exported: str | Path) -> None:
     path = Path(exported)
     checkpoint = path.with_suffix(".safetensors") if path.is_file() else None
     if checkpoint and checkpoint.is_file() and checkpoint.stat().st_mtime > path.stat().st_mtime:
-        print(f"{path} is older than {checkpoint.name} beside it; 'vil export --overwrite' renews it", file=sys.stderr)
+        print(
+            f"{path} is older than {checkpoint.name} beside it; to renew it, repeat its 'vil export' with --overwrite",
+            file=sys.stderr,
+        )
 
 
 def track(items: Sequence[Item], doing: str) -> Iterable[Item]:
