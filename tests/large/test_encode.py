@@ -165,6 +165,9 @@ def test_a_picture_shows_principal_components(tmp_path: Path) -> None:
     red = picture[0, ::5, 0].astype(int)
     assert np.abs(red - np.clip((np.arange(101) - 1) / 98 * 255, 0, 255)).max() <= 3
     assert picture[..., 1:].max() <= 1
+    exact = torch.arange(8, dtype=torch.float64).view(2, 2, 2)
+    draw_map(exact, tmp_path / "exact.png")
+    assert exact.flatten().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]  # the map stays as it is
     draw_map(torch.zeros(1, 1, 2), tmp_path / "one.png")
     draw_map(torch.randn(1, 1200, 3), tmp_path / "long.png")
     assert Image.open(tmp_path / "long.png").size == (400, 1)

@@ -187,8 +187,9 @@ def draw_map(tensor: Tensor, path: Path, *, overwrite: bool = False) -> None:
     The darkest and brightest hundredth of each colour are cut off.
     """
     step = -(-max(tensor.shape[:2]) // PICTURE)
-    tokens = tensor[::step, ::step].double()
-    flat = tokens.flatten(0, 1) - tokens.flatten(0, 1).mean(0)
+    tokens = tensor[::step, ::step].to(torch.float64, copy=True)
+    flat = tokens.flatten(0, 1)
+    flat -= flat.mean(0)  # in place: of a large image this is most of a gigabyte
     directions = torch.linalg.eigh(flat.T @ flat).eigenvectors.flip(1)[:, :3]
     largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
     components = flat @ (directions * largest.sign())  # the sign of an eigenvector is arbitrary
