@@ -66,9 +66,9 @@ def bf16(exported: Path) -> Path:
 
 
 def test_int8_has_integer_linear_layers(exported: Path, int8: Path) -> None:
-    """Four of the block and the head; products of tokens with tokens stay as they are."""
+    """Queries, keys, values and three more of the block, and the head; products of tokens with tokens stay."""
     before, after = (Counter(node.op_type for node in onnx.load(path).graph.node) for path in (exported, int8))
-    linear = 4 + 1
+    linear = 6 + 1
     assert after["MatMulInteger"] == linear
     assert before["MatMul"] + before["Gemm"] == linear
     assert after["MatMul"] + after["Gemm"] == 0
@@ -80,7 +80,7 @@ def test_int8_has_integer_linear_layers(exported: Path, int8: Path) -> None:
 def test_int8_weights_use_seven_bits_for_each_output(int8: Path) -> None:
     weights = [onnx.numpy_helper.to_array(w) for w in onnx.load(int8).graph.initializer if w.data_type == 3]
     matrices = [weight for weight in weights if weight.ndim == 2]
-    assert len(matrices) == 5
+    assert len(matrices) == 7
     for weight in matrices:  # (inputs, outputs), each output scaled by its own largest weight
         assert np.abs(weight.astype(int)).max(0).tolist() == [64] * weight.shape[1]
 

@@ -518,7 +518,9 @@ def test_the_form_for_any_size(grid: tuple[int, int], rule: str, bias: bool, glo
     case = Case(grid, rule=rule, bias=bias, global_bias=bias, global_tokens=global_tokens)
     tensors = {name: x for name, x in case.tensors(grad=False).items() if name != "weight"}
     spec = LocalSpec(Grid(*grid), case.window, rule, "all", 1, case.dim**-0.5)
-    got = gathered_chunk.attend_any_size(Inputs(**tensors), spec)
+    inputs = Inputs(**tensors)
+    (rows,), places = gathered_chunk.attend_any_size(inputs.q, 0, inputs, spec)
+    got = rows.index_select(1, places).unflatten(1, (-1, inputs.q.shape[2]))
     assert_close(got, oracle(case, grad=False)["output"], TOLERANCES[torch.float64])
 
 
@@ -527,6 +529,19 @@ def test_chunks_that_see_keys_at_the_same_offsets() -> None:
     classes = [(queries.tolist(), keys.tolist()) for queries, keys in gathered_chunk._axis_classes(5, 2)]
     assert classes == [([[0, 1]], [[0, 1, 2, 3]]), ([[2, 3]], [[0, 1, 2, 3, 4]]), ([[4]], [[2, 3, 4]])]
     assert [len(queries) for queries, _ in gathered_chunk._axis_classes(56, 7)] == [1, 6, 1]
+
+
+def test_classes_that_are_computed_together() -> None:
+    """On 8×8 tokens in chunks of two the four corners see 4×4 keys, the four edges of two chunks each 4×6 or 6×4, and
+    the four chunks inside 6×6."""
+    groups = gathered_chunk._groups(LocalSpec(Grid(8, 8), 2, "chunk", "all", 1, 1.0))
+    shapes = [[(one.queries.shape, one.keys.shape, one.entries.shape) for one in group] for group in groups]
+    assert shapes == [
+        [((1, 4), (1, 16), (4, 16))] * 4,
+        [((2, 4), (2, 24), (4, 24))] * 4,
+        [((4, 4), (4, 36), (4, 36))],
+    ]
+    assert [len(group) for group in gathered_chunk._groups(LocalSpec(Grid(5, 4), 2, "chunk", "all", 1, 1.0))] == [2] * 3
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from vision_longformer.ops.spec import LocalSpec, PackedInputs
 from vision_longformer.ops.triton import refuse_rows
 
 
-@pytest.mark.parametrize("implementation", ["auto", "masked_dense", "tiled"])
+@pytest.mark.parametrize("implementation", ["auto", "masked_dense", "tiled", "gathered_chunk"])
 @pytest.mark.parametrize("global_tokens", [0, 1, 3])
 @pytest.mark.parametrize("biases", [True, False])
 def test_composed(implementation: str, global_tokens: int, biases: bool) -> None:

@@ -21,6 +21,7 @@ from torch.fx.experimental import _config as symbolic
 
 from ..data.images import BACKGROUND
 from ..errors import CheckpointError
+from .rewrite import rewrite_onnx, rewrite_openvino
 
 FORMAT = "vision_longformer_export/1"
 
@@ -89,6 +90,7 @@ def write_onnx(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> None:
         assert converted is not None
         _share_constants(converted.model)  # first: optimising takes half as long without repeated nodes
         converted.optimize()
+    rewrite_onnx(converted.model)
     for node in converted.model.graph.all_nodes():
         node.metadata_props.clear()  # where in whose file system the operation was traced
     converted.model.metadata_props.update(encode_metadata(metadata))
@@ -139,7 +141,9 @@ def write_openvino(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> Non
     with TemporaryDirectory() as folder:
         onnx = Path(folder) / "model.onnx"
         write_onnx(graph, onnx, metadata)
-        save_openvino(openvino.convert_model(onnx), path, metadata)
+        model = openvino.convert_model(onnx)
+        rewrite_openvino(model)
+        save_openvino(model, path, metadata)
 
 
 def save_openvino(model: Any, path: Path, metadata: Mapping[str, Any]) -> None:

@@ -7,11 +7,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..geometry import Grid
-from .chunked.whole_map import WHOLE_MAP, attend_all_rows
-from .local_attention import attend_by, autocast_dtype, automatic, check_alike, read_call
+from .chunked import gathered_chunk, whole_map
+from .local_attention import IMPLEMENTATIONS, attend_by, autocast_dtype, automatic, check_alike, read_call
 from .operator import arithmetic_dtype
 from .spec import Inputs, LocalSpec, PackedInputs
 from .triton import attend_rows, refuse_rows
+
+ALL_ROWS = {"whole_map": whole_map.attend_all_rows, "gathered_chunk": gathered_chunk.attend_all_rows}
+"""Implementations that compute the rows of global tokens with those of local ones."""
 
 
 def longformer_attention(
@@ -31,7 +34,7 @@ def longformer_attention(
 
     Where the Triton kernels run, they read the projection and write its gradient in place, and nothing is concatenated.
     Where local tokens see the whole map, the rows of both are one call of PyTorch's attention. Else those of global
-    tokens are such a call, and those of local tokens ``local_attention``.
+    tokens are such a call, and those of local tokens ``local_attention``; exported graphs put both in order at once.
 
     Args:
         qkv: queries, keys and values of all tokens, (B, G + N, 3, heads, dim), global tokens first; G may be 0.
@@ -57,9 +60,9 @@ def longformer_attention(
     if name == "triton_gpu" and refuse_rows(spec, qkv) is None:
         wide = None if from_global_bias is None else from_global_bias.to(arithmetic_dtype(qkv))
         return attend_rows(PackedInputs(qkv, inputs.bias, inputs.global_bias, wide, inputs.neighbour), spec)
-    if name == "whole_map" and global_q is not None and WHOLE_MAP.refusal(spec, local_q) is None:
+    if name in ALL_ROWS and global_q is not None and IMPLEMENTATIONS[name].refusal(spec, local_q) is None:
         wide = None if from_global_bias is None else _for_all_keys(from_global_bias, grid.tokens)
-        return attend_all_rows(q, inputs, spec, wide)
+        return ALL_ROWS[name](q, inputs, spec, wide)
     return _compose(global_q, inputs, spec, from_global_bias, name)
 
 

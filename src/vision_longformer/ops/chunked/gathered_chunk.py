@@ -1,9 +1,9 @@
 """Sliding chunk by one gather of keys and one of values: the form of local attention that exported graphs hold.
 
-Where the size of the map is known, chunks that see keys at the same offsets are computed together: the corners, the
-edges and the inside, each with just the keys that exist and one bias, and the numbers of tokens are constants. Where
-the size is a symbol, all chunks are computed together: each gathers as many rows and columns of keys as exist, three
-chunks of them at most, some of them twice.
+Where the size of the map is known, chunks that see as many keys are computed together: the corners, the edges and the
+inside, each with just the keys that exist, and the numbers of tokens are constants. Where the size is a symbol, all
+chunks are computed together: each gathers as many rows and columns of keys as exist, three chunks of them at most, some
+of them twice.
 
 Tokens are gathered head by head, straight into the layout of torch's attention, which runtimes have a kernel for.
 """
@@ -32,9 +32,29 @@ def _refusal(spec: LocalSpec, q: Tensor) -> str | None:
 
 
 def _attend(inputs: Inputs, spec: LocalSpec) -> Tensor:
-    if any(isinstance(length, torch.SymInt) for length in spec.grid):
-        return attend_any_size(inputs, spec)
-    return _attend_by_class(inputs, spec)
+    return _attend_rows(inputs.q, inputs, spec, None)
+
+
+def attend_all_rows(q: Tensor, inputs: Inputs, spec: LocalSpec, from_global_bias: Tensor | None) -> Tensor:
+    """The rows of global and of local tokens, (B, G + N, heads, dim), put in order once.
+
+    ``q`` are the queries of all of them, ``from_global_bias`` (heads, G, G + N) is that of the global ones.
+    """
+    global_q, k, v = (x.transpose(1, 2) for x in (q[:, : inputs.global_tokens(spec)], inputs.k, inputs.v))
+    rows = softmax_attention(global_q, k, v, from_global_bias, spec.scale).transpose(1, 2)
+    return _attend_rows(q, inputs, spec, contiguous_copy(rows))
+
+
+def _attend_rows(q: Tensor, inputs: Inputs, spec: LocalSpec, global_rows: Tensor | None) -> Tensor:
+    """The rows of local tokens, the last of ``q``, after ``global_rows``, which are those of the first."""
+    first = 0 if global_rows is None else int(global_rows.shape[1])
+    heads = int(q.shape[2])  # torch.jit.trace has tensors
+    any_size = any(isinstance(length, torch.SymInt) for length in spec.grid)
+    outputs, places = (attend_any_size if any_size else _attend_by_class)(q, first, inputs, spec)
+    if global_rows is not None:
+        outputs = [global_rows.flatten(1, 2), *outputs]
+        places = torch.cat([torch.arange(first * heads, device=q.device), places + first * heads])
+    return torch.cat(outputs, 1).index_select(1, places).unflatten(1, (-1, heads))
 
 
 def _gather(x: Tensor, numbers: Tensor) -> Tensor:
@@ -64,27 +84,50 @@ def _biases(inputs: Inputs, spec: LocalSpec) -> Tensor:
 # A map of known size
 
 
-def _attend_by_class(inputs: Inputs, spec: LocalSpec) -> Tensor:
-    """The chunks of a class are a batch, (B · M, heads, n, dim), with one bias for all."""
-    batch, device = inputs.q.shape[0], inputs.q.device
-    heads, dim, count = map(int, (*inputs.q.shape[2:], inputs.global_tokens(spec)))  # torch.jit.trace has tensors
-    biases, outputs, order = _biases(inputs, spec), [], []
-    for rows, columns in product(*(_axis_classes(length, spec.window) for length in spec.grid)):
-        own, local = (_tokens(*pair, spec.grid.width) for pair in zip(rows, columns, strict=True))
-        keys = np.concatenate([np.tile(np.arange(count), (len(local), 1)), local + count], 1)
-        own, keys = (tokens[:, None] * heads + np.arange(heads)[:, None] for tokens in (own, keys))
-        q, k, v = (
-            _gather(x, torch.tensor(numbers.ravel(), device=device)).unflatten(1, numbers.shape).flatten(0, 1)
-            for x, numbers in ((inputs.q, own), (inputs.k, keys), (inputs.v, keys))
+def _attend_by_class(q: Tensor, first: int, inputs: Inputs, spec: LocalSpec) -> tuple[list[Tensor], Tensor]:
+    """Rows of tokens and heads (B, n, dim), and the places among them of those of the map, in its order.
+
+    Chunks that see keys at the same offsets are a batch, with one bias for all. K such classes of M chunks each, which
+    see as many keys, are heads of their own: (B · M, K · heads, n, dim).
+    """
+    device, heads, dim, count = q.device, *map(int, (*q.shape[2:], inputs.global_tokens(spec)))
+    biases, head, outputs, order = _biases(inputs, spec), np.arange(heads)[:, None], [], []
+    for group in _groups(spec):
+        local, entries = (np.stack(arrays) for arrays in zip(*((one.keys, one.entries) for one in group), strict=True))
+        own = np.stack([one.queries for one in group])
+        seen = np.concatenate([np.broadcast_to(np.arange(count), (*local.shape[:2], count)), local + count], 2)
+        own, seen = (tokens.swapaxes(0, 1)[:, :, None] * heads + head for tokens in (own, seen))  # (M, K, heads, n)
+        queries, keys, values = (
+            _gather(x, torch.tensor(numbers.ravel(), device=device)).view(-1, len(group) * heads, numbers.shape[3], dim)
+            for x, numbers in ((q, own + first * heads), (inputs.k, seen), (inputs.v, seen))
         )
-        offsets = [seeing[0][:, None] - seen[0] for seeing, seen in (rows, columns)]
-        entries = _entries(offsets[0], offsets[1], spec, count)
-        mask = biases.index_select(1, torch.tensor(entries.ravel(), device=device)).unflatten(1, entries.shape)
-        out = contiguous_copy(softmax_attention(q, k, v, mask, spec.scale))
-        outputs.append(out.view(batch, own.size, dim))
+        among = np.broadcast_to(np.arange(count), (*entries.shape[:2], count))
+        numbers = torch.tensor(np.concatenate([among, entries + count], 2).ravel(), device=device)
+        mask = biases.index_select(1, numbers).view(heads, len(group), own.shape[3], -1).transpose(0, 1).flatten(0, 1)
+        rows = contiguous_copy(softmax_attention(queries, keys, values, mask, spec.scale))
+        outputs.append(rows.view(q.shape[0], own.size, dim))
         order.append(own.ravel())
-    places = torch.tensor(np.argsort(np.concatenate(order)), device=device)
-    return torch.cat(outputs, 1).index_select(1, places).unflatten(1, (-1, heads))
+    return outputs, torch.tensor(np.argsort(np.concatenate(order)), device=device)
+
+
+class ChunkClass(NamedTuple):
+    """The M chunks that see keys at the same offsets: tokens of the map that are their n queries, (M, n), and their m
+    keys, (M, m), and the entries of all pairs among the local biases, (n, m)."""
+
+    queries: np.ndarray
+    keys: np.ndarray
+    entries: np.ndarray
+
+
+def _groups(spec: LocalSpec) -> list[list[ChunkClass]]:
+    """The classes of a map, those of as many chunks, queries and keys together."""
+    groups: dict[tuple[int, ...], list[ChunkClass]] = {}
+    for rows, columns in product(*(_axis_classes(length, spec.window) for length in spec.grid)):
+        own, seen = (_tokens(*pair, spec.grid.width) for pair in zip(rows, columns, strict=True))
+        down, right = (queries[0][:, None] - keys[0] for queries, keys in (rows, columns))
+        entries = _entries(down, right, spec)
+        groups.setdefault((*own.shape, seen.shape[1]), []).append(ChunkClass(own, seen, entries))
+    return list(groups.values())
 
 
 def _axis_classes(length: int, window: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -99,17 +142,16 @@ def _axis_classes(length: int, window: int) -> list[tuple[np.ndarray, np.ndarray
     ]
 
 
-def _entries(rows: np.ndarray, columns: np.ndarray, spec: LocalSpec, count: int) -> np.ndarray:
-    """Places in the biases for all pairs of queries and keys, (n₁n₂, G + m₁m₂), from their offsets along each axis,
+def _entries(rows: np.ndarray, columns: np.ndarray, spec: LocalSpec) -> np.ndarray:
+    """Places in the local biases for all pairs of queries and keys, (n₁n₂, m₁m₂), from their offsets along each axis,
     (n₁, m₁) and (n₂, m₂)."""
     side = 4 * spec.window
     rows, columns = (
         np.where((spec.rule == "exact") & (abs(offsets) > spec.window), side - 1, offsets + side // 2 - 1)
         for offsets in (rows, columns)
     )
-    local = count + rows[:, None, :, None] * side + columns[None, :, None, :]
-    local = local.reshape(local.shape[0] * local.shape[1], -1)
-    return np.concatenate([np.tile(np.arange(count), (len(local), 1)), local], 1)
+    entries = rows[:, None, :, None] * side + columns[None, :, None, :]
+    return entries.reshape(entries.shape[0] * entries.shape[1], -1)
 
 
 # A map of any size
@@ -140,16 +182,16 @@ class AnySize(NamedTuple):
     places: Tensor
 
 
-def attend_any_size(inputs: Inputs, spec: LocalSpec) -> Tensor:
-    """All chunks of a head are heads of their own, (B, heads · M, n, dim), each with its bias."""
-    batch, tokens, heads, dim = inputs.q.shape
+def attend_any_size(q: Tensor, first: int, inputs: Inputs, spec: LocalSpec) -> tuple[list[Tensor], Tensor]:
+    """As :func:`_attend_by_class`, with all chunks of a head as heads of their own, (B, heads · M, n, dim)."""
+    batch, _, heads, dim = q.shape
     plan, chunks = _planned(inputs, spec), heads * spec.chunks.tokens
-    q, k, v = (
+    queries, keys, values = (
         _gather(x, numbers).view(batch, chunks, -1, dim)
-        for x, numbers in ((inputs.q, plan.queries), (inputs.k, plan.keys), (inputs.v, plan.keys))
+        for x, numbers in ((q, plan.queries + first * heads), (inputs.k, plan.keys), (inputs.v, plan.keys))
     )
-    out = contiguous_copy(softmax_attention(q, k, v, _chunk_biases(inputs, spec, plan), spec.scale))
-    return out.flatten(1, 2).index_select(1, plan.places).view(batch, tokens, heads, dim)
+    rows = softmax_attention(queries, keys, values, _chunk_biases(inputs, spec, plan), spec.scale)
+    return [contiguous_copy(rows).flatten(1, 2)], plan.places
 
 
 def _chunk_biases(inputs: Inputs, spec: LocalSpec, plan: AnySize) -> Tensor:

@@ -1,0 +1,110 @@
+"""Graphs after rewriting: which operators are left, and that they compute what the module does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import onnx
+import openvino
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vision_longformer.export import load_exported
+from vision_longformer.export.writers import Graph, trace, write_onnx, write_openvino
+
+METADATA = {"format": "vision_longformer_export/1"}
+
+
+class Packed(nn.Module):
+    """Attention of two heads of 2 channels from one projection; ``used`` is what else uses the queries."""
+
+    def __init__(self, *, bias: bool = True, used: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.used = nn.Linear(3, 12, bias=bias), used
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = self.qkv(tokens).unflatten(2, (3, 2, 2)).unbind(2)
+        mask = torch.arange(25.0).view(1, 1, 5, 5) / 10
+        rows = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask, scale=0.25)
+        return rows.transpose(1, 2) + q if self.used else 2 * rows.transpose(1, 2)
+
+
+def _write(module: nn.Module, path: Path, inputs: Tensor) -> Path:
+    outputs = ["queries", "rows"] if isinstance(module, Results) else ["rows"]
+    graph = Graph(trace(module, (inputs,)), ["tokens"], outputs)
+    (write_onnx if path.suffix == ".onnx" else write_openvino)(graph, path, METADATA)
+    return path
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    return {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("used", [True, False])
+def test_a_packed_projection(bias: bool, used: bool, tmp_path: Path) -> None:
+    """Three products and no split; attention takes (B, tokens, channels), and its scale is in the queries' weights,
+    unless something else uses them."""
+    module, tokens = Packed(bias=bias, used=used).eval(), torch.randn(2, 5, 3)
+    path = _write(module, tmp_path / "packed.onnx", tokens)
+    model = onnx.load(path)
+    operators = Counter(node.op_type for node in model.graph.node)
+    assert set(operators) <= {"MatMul", "Add", "Mul", "Reshape", "Attention"}
+    assert (operators["MatMul"], operators["Attention"], operators["Add"]) == (3, 1, 3 * bias + used)
+    (attention,) = (_attributes(node) for node in model.graph.node if node.op_type == "Attention")
+    assert attention == {"q_num_heads": 2, "kv_num_heads": 2, "scale": 0.25 if used else 1.0}
+    weights = {one.name: torch.tensor(onnx.numpy_helper.to_array(one)) for one in model.graph.initializer}
+    products = [weights[node.input[1]] for node in model.graph.node if node.op_type == "MatMul"]
+    queries, keys, values = module.qkv.weight.detach().T.split(4, 1)
+    for found, expected in zip(products, (queries * (1 if used else 0.25), keys, values), strict=True):
+        assert torch.equal(found, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(load_exported(path)(tokens), module(tokens))
+
+
+class Results(Packed):
+    """Queries and rows are results of the graph."""
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(tokens).unflatten(2, (3, 2, 2)).unbind(2)
+        return q, F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=0.25).transpose(1, 2)
+
+
+class Otherwise(nn.Module):
+    """Projections and attention in other forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(3, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        packed = self.qkv(tokens).unflatten(2, (3, 2, 2))
+        heads = packed.transpose(1, 3)
+        rows = F.scaled_dot_product_attention(heads[:, :, 0], heads[:, :, 1], heads[:, :, 2], scale=0.25)
+        return rows.flatten(1) + packed[:, :, 0:2].flatten(1).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("module", [Results(), Otherwise()])
+def test_other_forms_stay(module: nn.Module, tmp_path: Path) -> None:
+    tokens = torch.randn(2, 5, 3)
+    path = _write(module.eval(), tmp_path / "otherwise.onnx", tokens)
+    (attention,) = (node for node in onnx.load(path).graph.node if node.op_type == "Attention")
+    assert _attributes(attention)["scale"] == 0.25
+    with torch.no_grad():
+        torch.testing.assert_close(load_exported(path)(tokens), module(tokens))
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_attention_in_openvino(used: bool, tmp_path: Path) -> None:
+    """Two products and a softmax; queries are multiplied only where their weights could not be (else the result is)."""
+    module, tokens = Packed(used=used).eval(), torch.randn(2, 5, 3)
+    path = _write(module, tmp_path / "packed.xml", tokens)
+    operators = Counter(node.get_type_name() for node in openvino.Core().read_model(path).get_ops())
+    assert (operators["MatMul"], operators["Softmax"], operators["Multiply"]) == (3 + 2, 1, 1)
+    assert not operators.keys() & {"ScaledDotProductAttention", "IsNaN", "Select", "VariadicSplit"}
+    with torch.no_grad():
+        torch.testing.assert_close(load_exported(path)(tokens), module(tokens))
