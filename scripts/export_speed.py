@@ -3,24 +3,27 @@
     python scripts/export_speed.py [--models NAME ...] [--size 224x224] [--batch 1 8] [--rounds 15] [--clock wall]
         [--compiled] [--folder FOLDER]
 
-All run in turn on the same images, so that what else the machine does falls on all of them; medians are compared. Each
-turn begins with a pass that is not timed: threads of the runtime before may still be waiting for work, at full speed.
-With ``--clock processor`` the time that processors were busy with it counts, for machines that others use, too. With
-``--folder`` the exported files are kept there, and those that are there already are not written again.
+Each has a process of its own: threads of one runtime that wait for work, at full speed, would slow down the next. All
+run in turn on the same images, so that what else the machine does falls on all of them; medians are compared. Each turn
+begins with a pass that is not timed. With ``--clock processor`` the time that processors were busy with it counts, for
+machines that others use, too. With ``--folder`` the exported files are kept there, and those that are there already are
+not written again.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import Dim
 
 from vision_longformer import create_model
@@ -32,29 +35,46 @@ from vision_longformer.models.zoo import MODELS
 
 SWIN = "swin_tiny_patch4_window7_224"
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+SETTLE_SECONDS = 0.05
+"""After which threads of a process that wait for work no longer do so at full speed."""
 
-Run = Callable[[Tensor], Tensor]
+
+class Rival(NamedTuple):
+    """What is timed: a model as it is, compiled, or the file ``path``."""
+
+    model: str
+    kind: str
+    size: tuple[int, int]
+    path: Path | None = None
+
+    def load(self) -> nn.Module:
+        if self.path is not None:
+            return load_exported(self.path)
+        model = _create(self.model, self.size)
+        return torch.compile(model) if self.kind == "torch.compile" else model
 
 
-def rivals(name: str, size: tuple[int, int], folder: Path, compiled: bool) -> dict[str, Run]:
+def _create(name: str, size: tuple[int, int]) -> Any:
+    return (create_model(name) if name in MODELS else timm.create_model(name, img_size=size)).eval()
+
+
+def rivals(name: str, size: tuple[int, int], folder: Path, compiled: bool) -> list[Rival]:
     """What is timed of a model; the first one is what the others are compared with."""
-    ours = name in MODELS
-    model = create_model(name).eval() if ours else timm.create_model(name, img_size=size).eval()
-    runs: dict[str, Run] = {"eager": model}
-    if compiled:
-        runs["torch.compile"] = torch.compile(model)
+    own = [Rival(name, kind, size) for kind in ("eager", *(["torch.compile"] if compiled else []))]
     for format in ("onnx", "openvino"):
-        for dynamic in (False, True) if ours else (False,):
+        for dynamic in (False, True) if name in MODELS else (False,):
             path = folder / f"{name}_{'any' if dynamic else size_text(size)}{SUFFIXES[format]}"
-            if ours and not path.exists():
-                export_model(model, path, format=format, dynamic=dynamic, size=None if dynamic else size)
-            elif not path.exists():
-                _export_foreign(model, path, format, size)
-            runs[f"{format}, {'any size' if dynamic else 'fixed size'}"] = load_exported(path)
-    return runs
+            if not path.exists():
+                _export(_create(name, size), path, format, None if dynamic else size, ours=name in MODELS)
+            own.append(Rival(name, f"{format}, {'any size' if dynamic else 'fixed size'}", size, path))
+    return own
 
 
-def _export_foreign(model: nn.Module, path: Path, format: str, size: tuple[int, int]) -> None:
+def _export(model: nn.Module, path: Path, format: str, size: tuple[int, int] | None, *, ours: bool) -> None:
+    if ours:
+        export_model(model, path, format=format, dynamic=size is None, size=size)
+        return
+    assert size is not None
     export_verified(
         model,
         [(torch.randn(2, 3, *size),)],
@@ -67,17 +87,33 @@ def _export_foreign(model: nn.Module, path: Path, format: str, size: tuple[int, 
     )
 
 
-def seconds(runs: dict[str, Run], images: Tensor, rounds: int, clock: Callable[[], float]) -> dict[str, float]:
+def _serve(connection: Connection, rival: Rival, clock: str) -> None:
+    """In a process of its own: for each number of images received, the time of a pass."""
+    run = rival.load()
+    while batch := connection.recv():  # 0 at the end
+        images = torch.randn(batch, 3, *rival.size, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            run(images)
+            start = CLOCKS[clock]()
+            run(images)
+            connection.send(CLOCKS[clock]() - start)
+
+
+def seconds(connections: dict[Rival, Connection], batch: int, rounds: int) -> dict[tuple[str, str], float]:
     """The median time of each per image, all taken in turn."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in track(range(rounds), f"timing, batch {len(images)}"):
-        for name, run in runs.items():
-            with torch.no_grad():
-                run(images)
-                start = clock()
-                run(images)
-            times[name].append((clock() - start) / len(images))
-    return {name: median(own) for name, own in times.items()}
+    times: dict[Rival, list[float]] = {rival: [] for rival in connections}
+    for _ in track(range(rounds), f"timing, batch {batch}"):
+        for rival, connection in connections.items():
+            connection.send(batch)
+            times[rival].append(connection.recv() / batch)
+            time.sleep(SETTLE_SECONDS)
+    return {(rival.model, rival.kind): median(own) for rival, own in times.items()}
+
+
+def _start(context: Any, rival: Rival, clock: str) -> Connection:
+    ours, theirs = context.Pipe()
+    context.Process(target=_serve, args=(theirs, rival, clock), daemon=True).start()
+    return ours
 
 
 def main() -> None:
@@ -91,21 +127,23 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="of the exported files; a temporary one by default")
     options = parser.parse_args()
     height, width = map(int, options.size.split("x"))
+    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as temporary:
-        runs = {
-            (name, kind): run
+        connections = {
+            rival: _start(context, rival, options.clock)
             for name in track(options.models, "exporting")
-            for kind, run in rivals(name, (height, width), options.folder or Path(temporary), options.compiled).items()
+            for rival in rivals(name, (height, width), options.folder or Path(temporary), options.compiled)
         }
         for batch in options.batch:
-            images = torch.randn(batch, 3, height, width)
-            times = seconds(runs, images, options.rounds, CLOCKS[options.clock])
+            times = seconds(connections, batch, options.rounds)
             rows = [
                 (name, kind, f"{1e3 * own:.1f}", f"{own / times[name, 'eager']:.2f}", _beside(times, kind, own))
                 for (name, kind), own in times.items()
             ]
             title = f"{batch} of {size_text((height, width))}, {torch.get_num_threads()} threads, {options.clock} time"
             print_table(title, ("model", "", "ms per image", "ratio to eager", "to Swin-Tiny"), rows, left=2)
+        for connection in connections.values():
+            connection.send(0)
 
 
 def _beside(times: dict[tuple[str, str], float], kind: str, own: float) -> str:
