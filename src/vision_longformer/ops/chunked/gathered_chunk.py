@@ -93,21 +93,24 @@ def _attend_by_class(q: Tensor, first: int, inputs: Inputs, spec: LocalSpec) -> 
     device, heads, dim, count = q.device, *map(int, (*q.shape[2:], inputs.global_tokens(spec)))
     biases, head, outputs, order = _biases(inputs, spec), np.arange(heads)[:, None], [], []
     for group in _groups(spec):
-        local, entries = (np.stack(arrays) for arrays in zip(*((one.keys, one.entries) for one in group), strict=True))
-        own = np.stack([one.queries for one in group])
-        seen = np.concatenate([np.broadcast_to(np.arange(count), (*local.shape[:2], count)), local + count], 2)
+        own, seen, entries = (np.stack(arrays) for arrays in zip(*group, strict=True))
+        seen, entries = (_after_global(numbers, count) for numbers in (seen, entries))
         own, seen = (tokens.swapaxes(0, 1)[:, :, None] * heads + head for tokens in (own, seen))  # (M, K, heads, n)
         queries, keys, values = (
             _gather(x, torch.tensor(numbers.ravel(), device=device)).view(-1, len(group) * heads, numbers.shape[3], dim)
             for x, numbers in ((q, own + first * heads), (inputs.k, seen), (inputs.v, seen))
         )
-        among = np.broadcast_to(np.arange(count), (*entries.shape[:2], count))
-        numbers = torch.tensor(np.concatenate([among, entries + count], 2).ravel(), device=device)
-        mask = biases.index_select(1, numbers).view(heads, len(group), own.shape[3], -1).transpose(0, 1).flatten(0, 1)
+        mask = biases.index_select(1, torch.tensor(entries.ravel(), device=device)).unflatten(1, entries.shape)
+        mask = mask.transpose(0, 1).flatten(0, 1)
         rows = contiguous_copy(softmax_attention(queries, keys, values, mask, spec.scale))
         outputs.append(rows.view(q.shape[0], own.size, dim))
         order.append(own.ravel())
     return outputs, torch.tensor(np.argsort(np.concatenate(order)), device=device)
+
+
+def _after_global(numbers: np.ndarray, count: int) -> np.ndarray:
+    """Those of ``count`` global keys, then those of local ones, along the last axis."""
+    return np.concatenate([np.broadcast_to(np.arange(count), (*numbers.shape[:-1], count)), numbers + count], -1)
 
 
 class ChunkClass(NamedTuple):
