@@ -23,6 +23,7 @@ from ..errors import CheckpointError
 from ..files import atomic_write, suggest_path
 from ..models.config import ModelConfig
 from ..models.vision_longformer import VisionLongformer
+from ..models.zoo import SHIPPED
 
 CLASSIFIER, DETECTOR = "vision_longformer/1", "vision_longformer_detector/1"
 
@@ -171,9 +172,6 @@ def _json(path: str | Path, metadata: Mapping[str, str], key: str, what: str) ->
 
 
 # Where a file is
-
-SHIPPED = Path(__file__).parents[1] / "assets" / "weights"
-"""Weights that come with the package, to start from."""
 
 
 def resolve_checkpoint(path: str | Path) -> Path:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import PretrainedCfg, build_model_with_cfg, generate_default_cfgs, register_model
 
 from .config import ModelConfig
-from .zoo import MODELS, model_config
+from .zoo import MODELS, SHIPPED, model_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +27,17 @@ __all__: list[str] = []  # timm adds the models' names
 
 FIRST_CONV, CLASSIFIER = "stages.0.patch_embed.proj", "head"
 FITTED_BY_TIMM = (f"{FIRST_CONV}.weight", f"{CLASSIFIER}.")
+
+PRETRAINED: dict[str, dict[str, Any]] = {
+    "vision_longformer_micro.cifar10": {
+        "file": str(SHIPPED / "cifar10.safetensors"),
+        "crop_pct": 1.0,
+        "mean": (0.4914, 0.4822, 0.4465),
+        "std": (0.2470, 0.2435, 0.2616),
+    },
+    "vision_longformer_nano.cifar10": {"file": str(SHIPPED / "cifar10_nano.safetensors"), "crop_pct": 1.0},
+}
+"""What ``pretrained=True`` loads, and how images are prepared for it."""
 
 
 def create_model(name: str, **options: Any) -> Any:
@@ -100,7 +111,13 @@ def _entry_point(name: str, config: ModelConfig) -> Callable[..., Any]:
     return create
 
 
-default_cfgs = generate_default_cfgs({name: data_config(config) for name, config in MODELS.items()})
+def _default_cfgs() -> dict[str, dict[str, Any] | PretrainedCfg]:
+    untrained = {name: data_config(config) for name, config in MODELS.items()}
+    trained = {name: {**untrained.pop(name.partition(".")[0]), **changes} for name, changes in PRETRAINED.items()}
+    return {**untrained, **trained}
+
+
+default_cfgs = generate_default_cfgs(_default_cfgs())
 
 for _name, _config in MODELS.items():
     register_model(_entry_point(_name, _config))

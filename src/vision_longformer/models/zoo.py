@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from ..errors import check_choice, unknown_name
@@ -104,7 +105,7 @@ def micro_config() -> ModelConfig:
         StageConfig(dim, 1, dim // 32, patch, cfg.Longformer(window=2), 1, "absolute")
         for dim, patch in ((64, 4), (128, 2))
     )
-    return ModelConfig(stages, img_size=(32, 32), norm_embed=False)
+    return ModelConfig(stages, img_size=(32, 32), num_classes=10, norm_embed=False)
 
 
 def nano_config() -> ModelConfig:
@@ -113,7 +114,7 @@ def nano_config() -> ModelConfig:
         StageConfig(dim, depth, dim // 32, patch, cfg.Longformer(window=4), 1)
         for dim, depth, patch in ((32, 1, 4), (64, 2, 2), (128, 3, 2))
     )
-    return ModelConfig(stages, img_size=(64, 64))
+    return ModelConfig(stages, img_size=(64, 64), num_classes=10)
 
 
 def _mechanism(name: str, stage: int) -> cfg.AttentionConfig:
@@ -164,6 +165,10 @@ def _named() -> dict[str, ModelConfig]:
 
 
 MODELS: dict[str, ModelConfig] = _named()
+
+
+SHIPPED = Path(__file__).parents[1] / "assets" / "weights"
+"""The folder of the weights that come with the package."""
 
 
 def model_config(name: str) -> ModelConfig:

@@ -31,8 +31,8 @@ def detect_evaluate(
     Under torchrun, the processes share the images; each image is counted once.
 
     Args:
-        checkpoint: a run directory, a .safetensors file of a detector, a folder or hub name of 'vil hub', or a file
-            from 'vil export'.
+        checkpoint: a run directory, a .safetensors file of a detector, a folder or hub name of 'vil hub', the
+            built-in garments, or a file from 'vil export'.
         data: a folder in COCO's format, or the built-in garments (a synthetic composition of real images); by default
             what the checkpoint's run was evaluated on.
         split: name of the split; the run's by default, with the images that it held out, else validation.

@@ -40,8 +40,8 @@ def detect_predict(
     a tile cuts are merged from the pieces in neighbouring tiles.
 
     Args:
-        checkpoint: a run directory, a .safetensors file of a detector, a folder or hub name of 'vil hub', or a file
-            from 'vil export'.
+        checkpoint: a run directory, a .safetensors file of a detector, a folder or hub name of 'vil hub', the
+            built-in garments, or a file from 'vil export'.
         images: image files of any format and size, or folders of them, with the folders inside; and what 'vil encode'
             takes: large TIFF, zarr and .npy files.
         threshold: lowest score of an object.
