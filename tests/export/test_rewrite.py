@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx.parser
+import onnx_ir
 import openvino
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vision_longformer.export import load_exported
+from vision_longformer.export.rewrite import rewrite_onnx
 from vision_longformer.export.writers import Graph, trace, write_onnx, write_openvino
 
 METADATA = {"format": "vision_longformer_export/1"}
@@ -86,6 +89,20 @@ class Otherwise(nn.Module):
         heads = packed.transpose(1, 3)
         rows = F.scaled_dot_product_attention(heads[:, :, 0], heads[:, :, 1], heads[:, :, 2], scale=0.25)
         return rows.flatten(1) + packed[:, :, 0:2].flatten(1).sum(1, keepdim=True)
+
+
+def test_a_slice_whose_end_is_not_constant() -> None:
+    """As in files for any size; the graph stays as it is."""
+    text = """<ir_version: 10, opset_import: ["" : 23]>
+    cut (float[2, 5, 6] x, int64[1] end) => (float[2, 5, n, 1, 2] y)
+      <int64[5] shape = {2, 5, 3, 1, 2}, int64[1] start = {0}, int64[1] axis = {2}>
+    {
+      split = Reshape(x, shape)
+      y = Slice(split, start, end, axis)
+    }"""
+    model = onnx_ir.from_proto(onnx.parser.parse_model(text))
+    rewrite_onnx(model)
+    assert [node.op_type for node in model.graph] == ["Reshape", "Slice"]
 
 
 @pytest.mark.parametrize("module", [Results(), Otherwise()])

@@ -69,12 +69,14 @@ def _attentions(queries: Any) -> Iterator[Any]:
 
 def _taken_part(piece: Any) -> tuple[int, Any] | None:
     """Which of the parts along axis 2 a ``Slice`` takes, and the ``Squeeze`` after it."""
-    if piece.op_type != "Slice" or len(piece.inputs) != 4 or [*_constant(piece.inputs[3])] != [2]:
+    bounds = [_constant(value) for value in piece.inputs[1:]]
+    if piece.op_type != "Slice" or len(bounds) != 3 or any(bound is None or bound.size != 1 for bound in bounds):
         return None
-    (start,), (end,), users = _constant(piece.inputs[1]), _constant(piece.inputs[2]), _users(piece)
-    if end != start + 1 or [user.op_type for user in users] != ["Squeeze"] or _is_result(users[0]):
+    start, end, axis = (int(bound[0]) for bound in bounds)
+    users = _users(piece)
+    if axis != 2 or end != start + 1 or [user.op_type for user in users] != ["Squeeze"] or _is_result(users[0]):
         return None
-    return int(start), users[0]
+    return start, users[0]
 
 
 def _linear(value: Any) -> tuple[Any, np.ndarray | None]:
