@@ -81,7 +81,8 @@ class Limits:
         free = free_memory(self.device)
         if expected <= FREE_PART * free:
             return None
-        return f"would need about {expected / 1e9:.1f} GB; {free / 1e9:.1f} GB are free"
+        limit = f"{FREE_PART:.0%} of the {free / 1e9:.1f} GB that are free"
+        return f"would need about {expected / 1e9:.1f} GB, more than {limit}"
 
     def temporary_bytes(self, case: Case) -> float:
         """Of the scores or copied windows that a method holds at its peak."""
