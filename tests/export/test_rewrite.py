@@ -47,6 +47,29 @@ def _attributes(node: Any) -> dict[str, Any]:
     return {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
 
 
+class Idle(nn.Module):
+    """x + x.double() through dropout and conversions; the second output is a dropout's own."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.dropout(x.to(torch.float32), 0.5, training=False)
+        return x + x.to(torch.float64), F.dropout(x, 0.5, training=False)
+
+
+def test_operations_without_effect() -> None:
+    program = trace(Idle().eval(), (torch.tensor([1.0, 3.0]),))
+    operations = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert operations == ["aten.to.dtype", "aten.add.Tensor", "aten.dropout.default"]
+    total, dropped = program.module()(torch.tensor([2.0, 5.0]))
+    assert total.tolist() == [4.0, 10.0]
+    assert total.dtype == torch.float64
+    assert dropped.tolist() == [2.0, 5.0]
+
+
+def test_dropout_in_training_stays() -> None:
+    program = trace(nn.Sequential(nn.Dropout(0.5), nn.ReLU()).train(), (torch.ones(4),))
+    assert "aten.dropout.default" in [str(node.target) for node in program.graph.nodes]
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("used", [True, False])
 def test_a_packed_projection(bias: bool, used: bool, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torch.fx.experimental import _config as symbolic
 
 from ..data.images import BACKGROUND
 from ..errors import CheckpointError
-from .rewrite import rewrite_onnx, rewrite_openvino
+from .rewrite import rewrite_onnx, rewrite_openvino, rewrite_program
 
 FORMAT = "vision_longformer_export/1"
 
@@ -70,7 +70,9 @@ def trace(module: nn.Module, inputs: tuple[Tensor, ...], dynamic_shapes: Shapes 
     """
     any_size = symbolic.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]  # as torch.onnx does
     with torch.no_grad(), any_size, _without_shape_cache():
-        return torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes, strict=False)
+        program = torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes, strict=False)
+    rewrite_program(program)
+    return program
 
 
 def write_onnx(graph: Graph, path: Path, metadata: Mapping[str, Any]) -> None:
