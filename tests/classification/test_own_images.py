@@ -61,7 +61,7 @@ def test_what_follows_from_sixty_images(colours: Path) -> None:
     values = derived(colours)
     assert (values["model"], values["init"], values["image_size"]) == ("vision_longformer_nano", "cifar10_nano", 64)
     assert (values["batch_size"], values["epochs"], values["warmup"]) == (16, 40, 4)
-    assert (values["lr"], values["eval_every"], values["workers"], values["auto_augment"]) == (5e-4, 2, 1, None)
+    assert (values["lr"], values["eval_every"], values["workers"]) == (5e-4, 2, 1)
     assert values["mean"] == load_mean()
     recipe = resolve(ClassificationRecipe, "own_images", ClassificationTask.derive, data=str(colours), lr=0.5, epochs=3)
     assert (recipe.lr, recipe.epochs, recipe.batch_size, recipe.clip_norm) == (0.5, 3, 16, 1.0)
@@ -127,7 +127,6 @@ def test_a_gpu_and_many_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     values = derived(write_colours(tmp_path / "data", 20, (200, 200)))
     assert (values["model"], values.get("init")) == ("vision_longformer_tiny", None)
     assert (values["image_size"], values["workers"], values["lr"]) == (192, 8, 1e-3)
-    assert values["auto_augment"] == "rand-m7-mstd0.5-inc1"
 
 
 def test_what_cannot_be_derived() -> None:

@@ -59,7 +59,6 @@ def derive_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         "warmup": round(0.1 * epochs, 1),
         "ema": 0.99 if epochs * count < 5000 * batch_size else 0.999,
         "lr": 5e-4 if values.get("init", start.get("init")) else 1e-3,
-        "auto_augment": "rand-m7-mstd0.5-inc1" if count > FEW_IMAGES else None,
         "eval_every": max(1, epochs // 20),
         "workers": _workers(device),
     }
