@@ -56,6 +56,15 @@ def test_the_dtype_is_kept(dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(again(image(dtype=dtype)), model(image(dtype=dtype)))
 
 
+def test_float16_is_for_files(tmp_path: Path) -> None:
+    """0.1 is 0.0999755859375 in float16, and stays that in float32."""
+    model = build("vil", torch.float32).eval()
+    torch.nn.init.constant_(model.head.bias, 0.1)
+    again = load(save(model.half(), tmp_path / "model.safetensors"))
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    assert set(again.head.bias.tolist()) == {0.0999755859375}
+
+
 def test_changed_settings_are_saved(tmp_path: Path) -> None:
     model = build("vil_ape").eval()
     model.set_input_size((96, 160))

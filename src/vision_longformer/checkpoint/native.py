@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -65,6 +66,7 @@ def save(
 def load(path: str | Path) -> VisionLongformer:
     """The model of a file written by :func:`save`, in evaluation mode.
 
+    It has the file's dtype, but for float16, which only keeps files small: such weights are loaded as float32.
     ``path`` may also be a folder of :mod:`vision_longformer.hub`, or ``hf-hub:owner/name`` on the Hugging Face Hub.
     """
     data, state = read(path, CLASSIFIER)
@@ -74,7 +76,8 @@ def load(path: str | Path) -> VisionLongformer:
         raise CheckpointError(f"{path} holds no readable configuration ({error}); nothing was loaded") from error
     model = VisionLongformer(config)
     try:
-        model.to(next(iter(state.values())).dtype).load_state_dict(state)
+        stored = next(iter(state.values())).dtype
+        model.to(torch.float32 if stored == torch.float16 else stored).load_state_dict(state)
     except (RuntimeError, StopIteration) as error:
         raise CheckpointError(f"{path} does not hold the weights its configuration describes: {error}") from error
     return model.eval()
