@@ -10,6 +10,7 @@ import torch
 from torchvision.ops import box_iou
 from torchvision.transforms.v2.functional import to_image
 
+from vision_longformer.checkpoint import load
 from vision_longformer.checkpoint.native import shipped_weights
 from vision_longformer.classification.evaluate import evaluate
 from vision_longformer.cli.main import main
@@ -22,7 +23,7 @@ CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 
 def test_names_and_size() -> None:
-    assert shipped_weights() == ["cifar10", "cifar10_nano", "fashion_mnist", "garments"]
+    assert shipped_weights() == ["cifar10", "cifar10_micro", "cifar10_nano", "fashion_mnist", "garments"]
     assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < 15e6
 
 
@@ -42,7 +43,7 @@ def test_a_folder_of_them(tmp_path: Path) -> None:
     main(["hub", "save", "cifar10", str(tmp_path / "folder")])
     folder = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval()
     images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(folder(images), timm.create_model("vision_longformer_micro", pretrained=True)(images))
+    torch.testing.assert_close(folder(images), load("cifar10").eval()(images))
 
 
 def test_objects_in_a_photo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def test_images_of_a_model(name: str, classes: int, img_size: tuple[int, int], c
 
 
 @pytest.mark.parametrize(
-    ("name", "weights"), [("vision_longformer_micro", "cifar10"), ("vision_longformer_nano", "cifar10_nano")]
+    ("name", "weights"), [("vision_longformer_micro", "cifar10_micro"), ("vision_longformer_nano", "cifar10_nano")]
 )
 def test_pretrained(name: str, weights: str) -> None:
     """The model and the preparation of images are those of the file; other classes and channels get new weights."""

@@ -51,7 +51,7 @@ COMPARED_IN_DETECTION = [
 
 def test_names_of_all_recipes() -> None:
     classification = [
-        *("cifar10", "cifar10_nano", "cifar100", "fashion_mnist", "own_images", "quickstart"),
+        *("cifar10", "cifar10_long", "cifar10_nano", "cifar100", "fashion_mnist", "own_images", "quickstart"),
         *(f"imagenet1k_{size}" for size in ("tiny", "small", "medium", "base")),
         *(f"imagenet1k_{size}_{name}" for size in ("tiny", "small") for name in MECHANISMS),
         *("imagenet1k_medium_ape", "imagenet1k_base_ape", "imagenet1k_small_release"),
@@ -67,7 +67,7 @@ def test_names_of_all_recipes() -> None:
         ),
         *(f"mask_rcnn_small_1x_{name}" for name in COMPARED_IN_DETECTION),
     ]
-    assert (len(classification), len(detection)) == (41, 27)
+    assert (len(classification), len(detection)) == (42, 27)
     assert recipe_names(ClassificationRecipe) == sorted(classification)
     assert recipe_names(DetectionRecipe) == sorted(detection)
 

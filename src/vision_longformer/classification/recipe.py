@@ -60,8 +60,8 @@ class ClassificationRecipe(BackboneSettings):
     Args:
         image_size: side of the square images, or 96x128 for height and width; None for the model's own.
         init: what to start from: a checkpoint (.safetensors), a run directory, a folder or hub name of 'vil hub', or
-            a built-in one (cifar10, cifar10_nano, fashion_mnist); tables are resized, and the head is replaced if
-            classes differ.
+            a built-in one (cifar10, cifar10_micro, cifar10_nano, fashion_mnist); tables are resized, and the head is
+            replaced if classes differ.
         table_resize: how its relative-position tables change size: offset or bilinear.
         class_map: a file that says which class of the checkpoint each of the data's classes is, to keep head rows.
         data: a folder, .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist.

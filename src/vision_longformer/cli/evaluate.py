@@ -34,7 +34,7 @@ def evaluate(
 
     Args:
         checkpoint: a run directory, a .safetensors file of a classifier, a folder or hub name of 'vil hub', a
-            built-in one (cifar10, cifar10_nano, fashion_mnist), or a file from 'vil export'.
+            built-in one (cifar10, cifar10_micro, cifar10_nano, fashion_mnist), or a file from 'vil export'.
         data: a folder, a .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist; what
             the checkpoint's run was evaluated on by default.
         split: name of the split; the evaluation images of the run, or else validation, by default.

@@ -25,7 +25,7 @@ def explain(
 
     Args:
         checkpoint: a run directory, a .safetensors file of a classifier, a folder or hub name of 'vil hub', or a
-            built-in one: cifar10, cifar10_nano, fashion_mnist.
+            built-in one: cifar10, cifar10_micro, cifar10_nano, fashion_mnist.
         image: an image file of any format and size.
         point: the pixel X,Y of the image whose token the picture explains; the middle by default.
         stage: show all layers of this stage, counted from 1; the last layer of every stage by default.

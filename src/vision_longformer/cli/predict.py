@@ -25,7 +25,7 @@ def predict(
 
     Args:
         checkpoint: a run directory, a .safetensors file of a classifier, a folder or hub name of 'vil hub', a
-            built-in one (cifar10, cifar10_nano, fashion_mnist), or a file from 'vil export'.
+            built-in one (cifar10, cifar10_micro, cifar10_nano, fashion_mnist), or a file from 'vil export'.
         images: image files of any format and size, or folders of them, with the folders inside.
         top: number of classes to print.
         size: height and width of the input image, as 480x640, or one number for a square; as in training by default.

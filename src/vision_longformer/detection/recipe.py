@@ -60,7 +60,7 @@ class DetectionRecipe(BackboneSettings):
         detector: mask_rcnn or retinanet.
         detector_options: fields of the detector's configuration to change, such as {"min_size": [480]}.
         init: a classifier for the backbone: a checkpoint (.safetensors), a run directory, a folder or hub name of
-            'vil hub', or a built-in one (cifar10, cifar10_nano); its tables are resized.
+            'vil hub', or a built-in one (cifar10, cifar10_micro, cifar10_nano); its tables are resized.
         table_resize: how its relative-position tables change size: bilinear, as in the paper, or offset.
         data: a folder in COCO's format, or the built-in garments (garments:320 for small images).
         train_split: name of the split to train on.

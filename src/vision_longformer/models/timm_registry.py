@@ -30,7 +30,7 @@ FITTED_BY_TIMM = (f"{FIRST_CONV}.weight", f"{CLASSIFIER}.")
 
 PRETRAINED: dict[str, dict[str, Any]] = {
     "vision_longformer_micro.cifar10": {
-        "file": str(SHIPPED / "cifar10.safetensors"),
+        "file": str(SHIPPED / "cifar10_micro.safetensors"),
         "crop_pct": 1.0,
         "mean": (0.4914, 0.4822, 0.4465),
         "std": (0.2470, 0.2435, 0.2616),
