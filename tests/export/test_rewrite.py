@@ -31,7 +31,8 @@ class Packed(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         q, k, v = self.qkv(tokens).unflatten(2, (3, 2, 2)).unbind(2)
-        mask = torch.arange(25.0).view(1, 1, 5, 5) / 10
+        count = tokens.shape[1]
+        mask = torch.arange(count**2).view(1, 1, count, count) / 10
         rows = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask, scale=0.25)
         return rows.transpose(1, 2) + q if self.used else 2 * rows.transpose(1, 2)
 
@@ -141,10 +142,58 @@ def test_other_forms_stay(module: nn.Module, tmp_path: Path) -> None:
 @pytest.mark.parametrize("used", [True, False])
 def test_attention_in_openvino(used: bool, tmp_path: Path) -> None:
     """Two products and a softmax; queries are multiplied only where their weights could not be (else the result is)."""
-    module, tokens = Packed(used=used).eval(), torch.randn(2, 5, 3)
+    module, tokens = Packed(used=used).eval(), torch.randn(2, 9, 3)
     path = _write(module, tmp_path / "packed.xml", tokens)
     operators = Counter(node.get_type_name() for node in openvino.Core().read_model(path).get_ops())
     assert (operators["MatMul"], operators["Softmax"], operators["Multiply"]) == (3 + 2, 1, 1)
     assert not operators.keys() & {"ScaledDotProductAttention", "IsNaN", "Select", "VariadicSplit"}
     with torch.no_grad():
         torch.testing.assert_close(load_exported(path)(tokens), module(tokens))
+
+
+@pytest.mark.parametrize(("count", "transposed"), [(8, 3), (9, 4)])
+def test_few_queries_in_openvino(count: int, transposed: int, tmp_path: Path) -> None:
+    """Up to 16 queries of all heads, of 2 here, meet the keys as they are: only the scores are transposed."""
+    module, tokens = Packed(used=True).eval(), torch.randn(2, count, 3)
+    path = _write(module, tmp_path / "packed.xml", tokens)
+    operators = Counter(node.get_type_name() for node in openvino.Core().read_model(path).get_ops())
+    assert (operators["MatMul"], operators["Softmax"]) == (3 + 2, 1)
+    assert operators["Transpose"] == transposed  # queries, keys, values and rows; or queries, scores and rows
+    with torch.no_grad():
+        torch.testing.assert_close(load_exported(path)(tokens), module(tokens))
+
+
+class Patches(nn.Module):
+    """Tokens of patches of an image, then of patches of their map, as stages have them."""
+
+    def __init__(self, *first: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, *first), nn.Conv2d(4, 5, 2, 2)
+
+    def forward(self, image: Tensor) -> Tensor:
+        image = self.first(image)
+        tokens = image.flatten(2).transpose(1, 2).relu()
+        image = tokens.transpose(1, 2).unflatten(2, image.shape[2:]).contiguous()
+        return self.second(image).flatten(2).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "size", "products"),
+    [
+        ((2, 2), (12, 20), 2),
+        ((3, 3), (12, 18), 2),
+        ((3, 3), (13, 18), 1),  # a row is left over
+        ((2, 2), (14, 20), 1),  # of the 7 rows after the first patches one is left over
+        ((3, 2), (13, 21), 1),  # patches overlap
+        ((2, 2, 1), (10, 18), 1),  # with a border of zeros
+        ((2, 2, 0, 2), (13, 21), 1),  # with holes
+    ],
+)
+def test_patches_in_openvino(first: tuple[int, ...], size: tuple[int, int], products: int, tmp_path: Path) -> None:
+    """Convolutions of whole patches become products; others stay."""
+    module, image = Patches(*first).eval(), torch.randn(2, 3, *size)
+    path = _write(module, tmp_path / "patches.xml", image)
+    operators = Counter(node.get_type_name() for node in openvino.Core().read_model(path).get_ops())
+    assert (operators["MatMul"], operators["Convolution"]) == (products, 2 - products)
+    with torch.no_grad():
+        torch.testing.assert_close(load_exported(path)(image), module(image), rtol=1e-4, atol=1e-5)

@@ -131,25 +131,135 @@ def _attend_in_rows(graph: Any, attention: Any) -> None:
 
 
 def rewrite_openvino(model: Any) -> None:
-    """Rewrite a model of OpenVINO in place: attention as two products, which it fuses into one kernel.
+    """Rewrite a model of OpenVINO in place: attention as two products, which it fuses into one kernel, and patches as
+    rows of one product.
 
     Of its own operator for attention it makes the same, but also transposes keys and looks for results that are not a
-    number.
+    number. Around a convolution it changes the layout of the map before and after, where the number of images is free.
+    """
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "ScaledDotProductAttention" and node.get_input_size() >= 5:
+            _attend_by_products(node)
+        elif node.get_type_name() == "Convolution":
+            _embed_patches(node)
+    model.validate_nodes_and_infer_types()
+
+
+def _attend_by_products(attention: Any) -> None:
+    import openvino.opset13 as operators
+
+    q, k, v, mask, scale = (attention.input_value(index) for index in range(5))
+    if scale.get_node().get_data() != 1:
+        q = operators.multiply(q, scale).output(0)
+    rows = _attend_few(q, k, v, mask)
+    if rows is None:
+        scores = operators.add(operators.matmul(q, k, False, True), mask)
+        rows = operators.matmul(operators.softmax(scores, -1), v, False, False)
+    for user in attention.output(0).get_target_inputs():
+        if user.get_node().get_type_name() == "Select":
+            user.get_node().output(0).replace(rows.output(0))
+
+
+MOST_ROWS = 16
+"""Of queries times heads, up to which keys of all heads are multiplied by queries that are zero in other heads."""
+
+
+def _attend_few(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """Attention of the few global queries (B, heads, n, dim) without transposing the keys and values of a map.
+
+    Queries are (B, heads · n, heads · dim), zero but for their own head, and each product reads whole tokens.
     """
     import openvino.opset13 as operators
 
-    for attention in model.get_ordered_ops():
-        if attention.get_type_name() != "ScaledDotProductAttention" or attention.get_input_size() < 5:
-            continue
-        q, k, v, mask, scale = (attention.input_value(index) for index in range(5))
-        if scale.get_node().get_data() != 1:
-            q = operators.multiply(q, scale)
-        scores = operators.add(operators.matmul(q, k, False, True), mask)
-        rows = operators.matmul(operators.softmax(scores, -1), v, False, False)
-        for user in attention.output(0).get_target_inputs():
-            if user.get_node().get_type_name() == "Select":
-                user.get_node().output(0).replace(rows.output(0))
-    model.validate_nodes_and_infer_types()
+    keys, values = _rows_of_heads(k), _rows_of_heads(v)
+    heads, count, dim = list(q.get_partial_shape())[1:]
+    if keys is None or values is None or count.is_dynamic or heads.get_length() * count.get_length() > MOST_ROWS:
+        return None
+    heads, count, dim = heads.get_length(), count.get_length(), dim.get_length()
+    own = operators.constant(np.eye(heads, dtype=np.float32).reshape(1, heads, 1, heads, 1))
+    wide = operators.multiply(operators.reshape(q, [0, heads, count, 1, dim], True), own)
+    wide = operators.reshape(wide, [0, heads * count, heads * dim], True)
+    scores = operators.transpose(operators.matmul(keys, wide, False, True), [0, 2, 1])
+    scores = operators.add(operators.reshape(scores, [0, heads, count, -1], True), mask)
+    weights = operators.reshape(operators.softmax(scores, -1), [0, heads * count, -1], True)
+    rows = operators.matmul(weights, values, False, False)
+    rows = operators.multiply(operators.reshape(rows, [0, heads, count, heads, dim], True), own)
+    return operators.reduce_sum(rows, operators.constant(np.array([3])), False)
+
+
+def _rows_of_heads(heads: Any) -> Any:
+    """Rows (B, n, heads · dim) of what is transposed to (B, heads, n, dim); None for others."""
+    import openvino.opset13 as operators
+
+    node = heads.get_node()
+    if node.get_type_name() != "Transpose" or tuple(node.input_value(1).get_node().get_data()) != TO_HEADS:
+        return None
+    return operators.reshape(node.input_value(0), [0, 0, -1], True)
+
+
+def _embed_patches(convolution: Any) -> None:
+    """Rows (B, n, dim) from a product, where a convolution of whole patches has a bias added and gives them."""
+    import openvino.opset13 as operators
+
+    add = _only_user(convolution)
+    rows = None if add is None else _as_tokens(add)
+    image, weight = convolution.input_value(0), convolution.input_value(1).get_node()
+    if rows is None or weight.get_type_name() != "Constant" or not _of_whole_patches(convolution, image):
+        return
+    kernel = weight.get_data()
+    dim, channels, patch, _ = kernel.shape
+    height, width = (side.get_length() // patch for side in list(image.get_partial_shape())[2:])
+    tokens = _tokens_of(image.get_node())
+    if tokens is None:
+        split, order = [0, channels, height, patch, width, patch], [0, 2, 4, 1, 3, 5]
+        source, kernel = image, kernel.reshape(dim, -1)
+    else:
+        split, order = [0, height, patch, width, patch * channels], [0, 1, 3, 2, 4]
+        source, kernel = tokens, kernel.transpose(0, 2, 3, 1).reshape(dim, -1)
+    patches = operators.transpose(operators.reshape(source, split, True), order)
+    patches = operators.reshape(patches, [0, height * width, kernel.shape[1]], True)
+    bias = add.input_value(1).get_node().get_data().reshape(1, 1, dim)
+    product = operators.matmul(patches, operators.constant(np.ascontiguousarray(kernel.T)), False, False)
+    rows.output(0).replace(operators.add(product, operators.constant(bias)).output(0))
+
+
+def _of_whole_patches(convolution: Any, image: Any) -> bool:
+    """Whether a convolution without padding steps by the side of its kernel, a square that divides the image's sides."""
+    _, _, *kernel = convolution.input_value(1).get_partial_shape()
+    attributes, shape = convolution.get_attributes(), image.get_partial_shape()
+    patch = kernel[0].get_length()
+    return (
+        attributes["strides"] == [patch, patch] == [kernel[1].get_length()] * 2
+        and not any((*attributes["pads_begin"], *attributes["pads_end"]))
+        and attributes["auto_pad"] in ("explicit", "valid")
+        and all(side.is_static and side.get_length() % patch == 0 for side in list(shape)[2:])
+    )
+
+
+def _as_tokens(add: Any) -> Any:
+    """The transposition of a map (B, dim, h, w), the result of adding a constant, to (B, h · w, dim); None for others."""
+    reshape = _only_user(add) if add.get_type_name() == "Add" else None
+    bias = add.input_value(1).get_node()
+    if reshape is None or reshape.get_type_name() != "Reshape" or bias.get_type_name() != "Constant":
+        return None
+    transpose = _only_user(reshape)
+    return transpose if transpose is not None and _swaps_last(transpose) else None
+
+
+def _tokens_of(reshape: Any) -> Any:
+    """The tokens (B, h · w, channels) that are transposed and reshaped to a map; None for an image."""
+    before = reshape.input_value(0).get_node() if reshape.get_type_name() == "Reshape" else reshape
+    return before.input_value(0) if _swaps_last(before) else None
+
+
+def _swaps_last(node: Any) -> bool:
+    return node.get_type_name() == "Transpose" and list(node.input_value(1).get_node().get_data()) == [0, 2, 1]
+
+
+def _only_user(node: Any) -> Any:
+    """The node that takes the result of another, if it is one only."""
+    users = list(node.output(0).get_target_inputs())
+    return users[0].get_node() if len(users) == 1 else None
 
 
 def _permutes(node: Any, order: tuple[int, ...]) -> bool:
