@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 @contextmanager
@@ -57,6 +57,39 @@ def remove_unfinished(folder: Path) -> None:
     for path in folder.glob(".*.????????*"):
         if re.fullmatch(r"\..+\.[a-z0-9_]{8}(\.\w+)?", path.name) and path.is_file():
             path.unlink()
+
+
+def remove_temporaries(path: Path) -> None:
+    """Delete what processes left of ``path`` that were killed while they wrote it by atomic_write or atomic_folder.
+
+    Only safe while no other process writes it.
+    """
+    name = re.compile(rf"\.{re.escape(path.stem)}\.[a-z0-9_]{{8}}{re.escape(path.suffix)}")
+    for beside in path.parent.iterdir() if path.parent.is_dir() else ():
+        if name.fullmatch(beside.name) and beside.is_file():
+            beside.unlink()
+    for what in ("new", "old"):
+        shutil.rmtree(path.with_name(f".{path.name}.{what}"), ignore_errors=True)
+
+
+def lock_file(path: Path, busy: str) -> IO[str]:
+    """A file that is locked until it is closed or the process ends, however it ends; made if it does not exist.
+
+    If another process holds it, the error is ``busy``. Whoever holds the lock may delete the file.
+    """
+    import fcntl  # which Windows does not have
+
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
+        except BlockingIOError:
+            file.close()
+            raise ValueError(busy) from None
+        file.close()  # its last holder has deleted it meanwhile
 
 
 @contextmanager

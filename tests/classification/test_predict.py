@@ -25,6 +25,7 @@ from vision_longformer.cli.predict import predict as predict_command
 from vision_longformer.data.images import ImageError, decode_image
 from vision_longformer.errors import CheckpointError
 from vision_longformer.large.memory import free_memory
+from vision_longformer.large.stream import Streamed
 
 predict_module = importlib.import_module("vision_longformer.classification.predict")
 
@@ -81,6 +82,24 @@ def test_an_image_that_would_not_fit_is_streamed(
     monkeypatch.setattr(predict_module, "free_memory", lambda device: 30_000_000)
     with pytest.raises(ValueError, match="is too small for an image of 1024×1024; it needs"):
         predict(path, [photo], size=1024)
+
+
+@pytest.mark.parametrize(("machine", "limit"), [(10**9, 50_000_000 + 8_388_608), (40_000_000, 40_000_000)])
+def test_tokens_take_the_machines_memory_and_strips_that_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, machine: int, limit: int
+) -> None:
+    """256×256 tokens of 32 numbers of 4 bytes are 8,388,608, for a model on another device with 50 MB."""
+    seen = []
+
+    def note(model: VisionLongformer, image: torch.Tensor, memory: int) -> Streamed:
+        seen.append(memory)
+        return Streamed(torch.zeros(5), torch.zeros(1), {})
+
+    monkeypatch.setattr(predict_module, "free_memory", lambda device: {"meta": 50_000_000, "cpu": machine}[device.type])
+    monkeypatch.setattr(predict_module, "stream", note)
+    model = VisionLongformer(model_config("vision_longformer_nano")).eval()
+    assert len(predict_module._logits(model, torch.zeros(3, 1024, 1024), torch.device("meta"))) == 5
+    assert seen == [limit]
 
 
 def test_free_memory_is_that_of_the_machine() -> None:
@@ -168,7 +187,7 @@ def test_checkpoints_that_are_no_classifiers(photo: Path, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="not a valid safetensors file"):
         predict(photo, [photo])
     headless = save(VisionLongformer(SMALL_MODELS["two_stages"], num_classes=0), tmp_path / "headless.safetensors")
-    with pytest.raises(CheckpointError, match="is no classifier: its model has no classes"):
+    with pytest.raises(CheckpointError, match="is not a classifier: its model has no classes"):
         predict(headless, [photo])
     few = {**PREPARE.to_dict(), "classes": ["ant", "bee"]}
     other = save(build("two_stages"), tmp_path / "few.safetensors", info={"preprocessing": few})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch import Tensor
 from vision_longformer import save
 from vision_longformer.cli.encode import parse_stages
 from vision_longformer.cli.main import main
+from vision_longformer.cli.output import progress_bar
 from vision_longformer.files import atomic_folder
 from vision_longformer.large.encode import draw_map
 
@@ -38,10 +41,15 @@ USAGE = namedtuple("USAGE", "total used free")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with an image and a checkpoint."""
-    monkeypatch.chdir(tmp_path)
-    Image.fromarray(PIXELS).save("image.png")
-    save(MODEL, "model.safetensors")
+    monkeypatch.chdir(_folder(tmp_path))
     return tmp_path
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir(exist_ok=True)
+    Image.fromarray(PIXELS).save(path / "image.png")
+    save(MODEL, path / "model.safetensors")
+    return path
 
 
 def encode(*argv: str) -> None:
@@ -115,6 +123,86 @@ def test_nothing_is_overwritten_silently(folder: Path, capsys: pytest.CaptureFix
         assert Path(existing).is_dir() or Path(existing).read_bytes() != b"mine"
 
 
+@pytest.mark.parametrize(
+    ("image", "output", "path"),
+    [
+        ("photo.png", "photo.zarr", "photo.png"),
+        ("photo.png", "photo.npy", "photo.png"),
+        ("link.png", "photo", "photo.png"),
+        ("photo.npy", "photo.npy", "photo.npy"),
+        ("photos/photo.png", "photos", "photos"),
+    ],
+)
+def test_the_image_is_never_overwritten(
+    folder: Path, capsys: pytest.CaptureFixture[str], image: str, output: str, path: str
+) -> None:
+    """Not by the picture beside the output, nor by the output; not under another name, nor with its folder."""
+    Image.fromarray(PIXELS).save("photo.png")
+    np.save("photo.npy", PIXELS)
+    Path("photos").mkdir()
+    shutil.copy("photo.png", "photos")
+    Path("link.png").symlink_to("photo.png")
+    before = contents(folder)
+    with pytest.raises(SystemExit):
+        main(["encode", "model.safetensors", image, "--output", output, "--overwrite"])
+    sentence = f"vil: {path} would take the place of the image {image}; choose another output"
+    assert capsys.readouterr().err.strip() == sentence
+    assert contents(folder) == before
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """All that was made in a folder: files with their bytes, folders with None."""
+    made = {**dict.fromkeys(map(str, folder.rglob("*"))), **contents(folder)}
+    return {name: data for name, data in made.items() if name not in GIVEN}
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill(patch: pytest.MonkeyPatch, left: int) -> None:
+    """From the given change of files on, none is made any more, whoever tries."""
+
+    def dying(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return change(*arguments, **options)
+
+        return changed
+
+    for owner, name in [(os, "replace"), (Path, "unlink"), (Path, "rmdir"), (shutil, "rmtree"), (Path, "write_text")]:
+        patch.setattr(owner, name, dying(getattr(owner, name)))
+
+
+@pytest.mark.parametrize("output", ["x.npy", "x.zarr", "x"])
+@pytest.mark.parametrize("storage", [[], ["--storage", "tokens"]], ids=["memory", "files"])
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]], ids=["new", "overwrite"])
+def test_a_run_killed_while_it_writes_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, storage: list[str], overwrite: list[str]
+) -> None:
+    """At every change that it makes to files; what it has left then vanishes."""
+    monkeypatch.chdir(_folder(tmp_path / "undisturbed"))
+    encode("--output", output)
+    expected, kills, finished = tree(Path()), 0, False
+    while not finished:
+        monkeypatch.chdir(_folder(tmp_path / str(kills)))
+        if overwrite:
+            encode("--output", output, "--stages", "1")
+        try:
+            with monkeypatch.context() as patch:
+                kill(patch, kills)
+                encode("--output", output, *storage, *overwrite)
+            finished = True
+        except Killed:
+            encode("--output", output, *storage, *overwrite)
+        assert tree(Path()) == expected, kills
+        kills += 1
+    assert kills >= 4
+
+
 def test_refused_before_the_run(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +259,31 @@ def test_a_picture_shows_principal_components(tmp_path: Path) -> None:
     draw_map(torch.zeros(1, 1, 2), tmp_path / "one.png")
     draw_map(torch.randn(1, 1200, 3), tmp_path / "long.png")
     assert Image.open(tmp_path / "long.png").size == (400, 1)
+
+
+def test_a_picture_is_drawn_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """600×4 tokens, of which every second one is drawn: never more than the 2 of a row are in float64."""
+    sizes = []
+    double = Tensor.double
+    monkeypatch.setattr(Tensor, "double", lambda tensor: sizes.append(tuple(tensor.shape)) or double(tensor))
+    rows = torch.arange(600.0).view(600, 1, 1).expand(600, 4, 1) * torch.tensor([2.0, 1.0, 0.0])
+    draw_map(rows, tmp_path / "x.png")
+    assert set(sizes) == {(2, 3)}
+    red = np.asarray(Image.open(tmp_path / "x.png"))[:, 0, 0].astype(int)
+    assert red.shape == (300,)
+    assert np.abs(red - np.clip((np.arange(300) - 2.99) / (299 - 2 * 2.99) * 255, 0, 255)).max() <= 1
+
+
+def test_the_time_left_is_that_of_this_run(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did an eighth, after the half of an earlier run, in 40 s; so three eighths take 120 s."""
+    clock = iter([100.0, 140.0, 170.0])
+    monkeypatch.setattr("vision_longformer.cli.output.time.monotonic", lambda: next(clock))
+    with progress_bar("encoding") as progress:
+        progress(5, 8, 4)
+        progress(4, 8, 4)
+    assert capsys.readouterr().err == "encoding: 62%, 2 min 0 s left\n"
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -236,7 +349,7 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(folder: Path) -> None:
     assert done.returncode == -signal.SIGKILL
     assert not Path("resumed.zarr").exists()
     finished, begun = (strips - 1) // 8 - 1, (strips - 1) // 8
-    kept = [f"stage1-block{finished}.tokens", f"stage1-block{begun}.tokens", "state.safetensors"]
+    kept = [".lock", f"stage1-block{finished}.tokens", f"stage1-block{begun}.tokens", "state.safetensors"]
     assert sorted(path.name for path in Path("tokens").iterdir()) == kept
     subprocess.run([*VIL, *files], check=True)
     subprocess.run([*VIL, *command, "--output", "plain.zarr"], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_photos(tmp_path: Path) -> None:
     assert np.array_equal(read_in_parts(tmp_path / "a.jpg", 3, 10), np.asarray(Image.open(tmp_path / "a.jpg")))
     grey = np.asarray(Image.fromarray(COLOUR).convert("L"))
     assert np.array_equal(read_in_parts(tmp_path / "a.png", 1, 10)[..., 0], grey)
-    with pytest.raises(ValueError, match=r"a.png is no pyramid; level is 1, it must be 0"):
+    with pytest.raises(ValueError, match=r"a.png is not a pyramid; level is 1, but it must be 0"):
         open_image(tmp_path / "a.png", level=1)
 
 
@@ -153,6 +154,13 @@ def test_arrays(tmp_path: Path) -> None:
     grey = open_image(DEEP, 3)
     assert grey.shape == (75, 50, 3)
     assert np.array_equal(grey[3:5], np.stack([DEEP[3:5]] * 3, -1))
+
+
+def test_numpy_files_of_any_order(tmp_path: Path) -> None:
+    np.save(tmp_path / "colour.npy", np.asfortranarray(COLOUR))
+    np.save(tmp_path / "grey.npy", np.asfortranarray(DEEP))
+    assert np.array_equal(read_in_parts(tmp_path / "colour.npy", 3, 10), COLOUR)
+    assert np.array_equal(read_in_parts(tmp_path / "grey.npy", 1, 10), DEEP[..., None])
 
 
 def test_a_file_streams_as_its_numbers_do(tmp_path: Path) -> None:
@@ -205,11 +213,17 @@ def cut_head(path: Path) -> Path:
     return path
 
 
+def turned(path: Path) -> Path:
+    write_tiff(path, extratags=[(274, "H", 1, 6, True)], **TILED)
+    return path
+
+
 BAD: list[tuple[Callable[[Path], Path], str]] = [
     (truncated, r"x.tif at rows 40 to 49 cannot be read: the file ends too early"),
     (damaged, r"x.tif at rows 40 to 49 cannot be read: "),
     (unknown_compression, r"x.tif has compression 4711 \(unknown\), .* imagecodecs: pip install 'vision-longformer\["),
     (palette, r"x.tif has numbers of kind PALETTE; save it as grey or RGB"),
+    (turned, r"^.*x.tif has orientation 6: it is stored turned or mirrored, .*; save it upright, with orientation 1$"),
     (cut_head, r"x.tif cannot be read as TIFF: "),
     (
         lambda path: write_tiff(path, np.zeros((8, 8, 4), np.uint8), photometric="rgb"),
@@ -235,6 +249,52 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
     write_tiff(tmp_path / "x.tif", COLOUR[:60], **TILED)
     with pytest.raises(ImageError, match=r"x.tif at rows 10 to 19 cannot be read: the file has changed meanwhile"):
         image[10:20]
+
+
+def test_upright_tiff(tmp_path: Path) -> None:
+    path = write_tiff(tmp_path / "x.tif", extratags=[(274, "H", 1, 1, True)], **TILED)
+    assert np.array_equal(read_in_parts(path, 3, 10), COLOUR)
+
+
+@pytest.mark.parametrize("level", [None, "1"])
+def test_a_zarr_array_that_changes(tmp_path: Path, level: str | None) -> None:
+    """Chunks that are replaced or added change no time of the folder; those of another array do not matter."""
+    path = tmp_path / "x.zarr"
+    options = {"shape": COLOUR.shape, "chunks": (16, 16, 3), "dtype": np.uint8}
+    if level:
+        zarr.create_group(path).create_array("1", **options)
+    array = zarr.open_array(path / level) if level else zarr.create_array(path, **options)
+    array[:32] = COLOUR[:32]
+    for rows in (slice(0, 16), slice(32, 48)):
+        image = open_image(path, level=int(level or 0))
+        before = image.identity
+        if level:
+            (path / "other").write_text(str(rows))
+        assert np.array_equal(image[0:10], array[0:10])
+        array[rows] = COLOUR[rows] // 2
+        with pytest.raises(ImageError, match=r"x.zarr at rows 10 to 19 cannot be read: the file has changed meanwhile"):
+            image[10:20]
+        assert open_image(path, level=int(level or 0)).identity != before
+
+
+def test_a_numpy_file_that_is_cut_off(tmp_path: Path) -> None:
+    """Before it is opened, or later: of 75·50·3 bytes and a header all but the last."""
+    path = tmp_path / "x.npy"
+    np.save(path, COLOUR)
+    image = open_image(path)
+    assert np.array_equal(image[0:10], COLOUR[0:10])
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ImageError, match=r"x.npy at rows 74 to 74 cannot be read: the file has changed meanwhile"):
+        image[74:75]
+    with pytest.raises(
+        ImageError,
+        match=r"x.npy cannot be read as a NumPy array: mmap length is greater than file size; if it was cut off, save "
+        "or copy it again$",
+    ):
+        open_image(path)
+    os.truncate(path, 0)
+    with pytest.raises(ImageError, match=r"x.npy at rows 0 to 9 cannot be read: the file has changed meanwhile"):
+        image[0:10]
 
 
 @pytest.mark.parametrize("package", ["tifffile", "zarr"])

@@ -315,8 +315,8 @@ def test_two_processes_compute_what_one_does(few: Path, name: str) -> None:
 def test_a_refusal_is_told_by_one_process(few: Path) -> None:
     first, second = (json.loads((few / f"{rank}.json").read_text())["refusal"] for rank in (0, 1))
     sentence = (
-        "spatial is 3, but the number of processes, 2, is no multiple of it; start 3 of them with torchrun, or change "
-        "spatial"
+        "spatial is 3, but the number of processes, 2, is not a multiple of it; start 3 of them with torchrun, or "
+        "change spatial"
     )
     assert first == repr(ValueError(sentence))
     assert second == "SystemExit(2)"
@@ -378,9 +378,7 @@ def test_more_processes_than_chunk_rows() -> None:
     """Maps of 14 and 7 rows, in chunks of 2 and 3: 7 and 3 chunk rows."""
     model = CASES["5 rows"].model()
     check_divisible(model, 7, (27, 11))
-    with pytest.raises(
-        ValueError, match=r"8 processes cannot share images of 27×11: .* the most that a stage has is 7"
-    ):
+    with pytest.raises(ValueError, match=r"8 processes cannot share images of 27×11: .* no stage has more than 7"):
         check_divisible(model, 8, (27, 11))
 
 

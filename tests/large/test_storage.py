@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save as save_bytes
 from test_stream import longformer, model_of
 from torch import Tensor
 
 from vision_longformer import VisionLongformer
+from vision_longformer.files import lock_file
 from vision_longformer.geometry import Grid
 from vision_longformer.large import Progress, stream
 from vision_longformer.large.memory import Work, format_bytes, parse_bytes
@@ -63,6 +67,18 @@ def resumed(model: VisionLongformer, folder: Path) -> tuple[Tensor, list[Progres
     return got.logits, seen
 
 
+PATCHES, BLOCK, SECOND = 21 * 14 * 8 * 12, 21 * 14 * 8 * (4 * 8 + 2 * 32 + 2 * 36), 11 * 7 * 8 * 32
+"""Multiplications: patches of 2×2×3 to 8 numbers; a block with a hidden layer of 32 and 9·2² keys; patches of 2×2×8."""
+
+RESUMED = {
+    (0, 0): 0,
+    (0, 1): PATCHES,
+    (0, 2): PATCHES + BLOCK,
+    (1, 0): PATCHES + 2 * BLOCK,
+    (1, 1): PATCHES + 2 * BLOCK + SECOND,
+}
+
+
 def test_a_run_is_resumed_after_its_last_finished_block(tmp_path: Path) -> None:
     """A map of 21×14 tokens: six strips of two chunk rows of 2 for the embedding and for each of two blocks."""
     model = model_of(longformer("cyclic", tokens=(1, 1), carry_global_tokens=True))
@@ -74,6 +90,7 @@ def test_a_run_is_resumed_after_its_last_finished_block(tmp_path: Path) -> None:
         assert torch.equal(logits, expected)
         assert tuple(seen[0].step) == first
         assert seen[-1].done == seen[-1].total
+        assert {progress.resumed for progress in seen} == {RESUMED[first]}
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
@@ -91,6 +108,65 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
             ValueError, match="holds the tokens of another model, image or setting; delete it or choose"
         ):
             stream(other, image, rows=2, storage=tmp_path, **options)
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    """Also while the first is in the middle; it goes on to its own result, and the folder is free again."""
+    model, folder = model_of(longformer()), tmp_path / "tokens"
+    expected = stream(model, IMAGE, rows=2).logits
+
+    def second_run(progress: Progress) -> None:
+        with pytest.raises(
+            ValueError, match=r"^another process keeps its tokens in .*tokens; wait for it, or choose another folder$"
+        ):
+            stream(model, IMAGE[:, :20], rows=2, storage=folder)
+
+    assert torch.equal(stream(model, IMAGE, rows=2, storage=folder, progress=second_run).logits, expected)
+    assert files(folder) == {"state.safetensors", "stage2-block1.tokens"}
+    assert torch.equal(stream(model, IMAGE, rows=2, storage=folder).logits, expected)
+
+
+def test_a_lock_that_its_holder_deletes_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever locks a deleted file would not be seen by those who come later."""
+    path, flock = tmp_path / "lock", fcntl.flock
+
+    def lock_late(*arguments: Any) -> None:
+        monkeypatch.undo()
+        flock(*arguments)
+        path.unlink()
+        path.touch()
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    with lock_file(path, "busy"), pytest.raises(ValueError, match=r"^busy$"):
+        lock_file(path, "busy")
+
+
+def test_files_that_were_half_written_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".state.abcd1234.safetensors").write_text("of a killed process")
+    (tmp_path / ".stately.abcd1234.safetensors").write_text("mine")
+    stream(model_of(longformer()), IMAGE, rows=2, storage=tmp_path)
+    assert files(tmp_path) == {".stately.abcd1234.safetensors", "state.safetensors", "stage2-block1.tokens"}
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (b"", r"Error while deserializing header: .*"),
+        (b"\x02\0\0\0\0\0\0\0{}", r"'NoneType' object is not subscriptable"),
+        (save_bytes({"x": torch.zeros(1)}, {"state": "{}"}), r"File does not contain tensor global_tokens"),
+        (save_bytes({"global_tokens": torch.zeros(1)}, {"state": "{}"}), r"'identity'"),
+        (save_bytes({"global_tokens": torch.zeros(1)}, {"state": "{"}), r"Expecting property name .*"),
+    ],
+)
+def test_a_damaged_or_foreign_state_is_told(tmp_path: Path, state: bytes, reason: str) -> None:
+    (tmp_path / "state.safetensors").write_bytes(state)
+    with pytest.raises(
+        ValueError,
+        match=rf"^.*/state.safetensors is damaged or not the state of a run \({reason}\); delete {tmp_path}, or choose "
+        "another folder$",
+    ):
+        stream(model_of(longformer()), IMAGE, rows=2, storage=tmp_path)
+    assert (tmp_path / "state.safetensors").read_bytes() == state
 
 
 def test_a_truncated_file_is_told(tmp_path: Path) -> None:
@@ -121,7 +197,7 @@ def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch:
         OSError, match=r"needs 1MB for tokens, but 1MB are free; use another disk, or dtype=torch.bfloat16"
     ):
         stream(model_of(longformer()), IMAGE, rows=2, storage=tmp_path)
-    assert not files(tmp_path)
+    assert not tmp_path.exists()  # as nothing is in it
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 2 * 21 * 14 * 64))
     stream(model_of(longformer()), IMAGE, rows=2, storage=tmp_path)
 

@@ -76,6 +76,7 @@ def _logits(model: VisionLongformer | ExportedModel, image: Tensor, device: torc
         if needed > free:
             amounts = f"about {format_bytes(needed)}, but {format_bytes(free)} are free"
             logger.info("%d×%d pixels at once need %s: they are computed strip by strip", height, width, amounts)
-            return stream(model, image, memory=free).logits
+            memory = min(free_memory(torch.device("cpu")), free + work.token_bytes())  # tokens are not on a GPU
+            return stream(model, image, memory=memory).logits
     with torch.no_grad():
         return model(image[None].to(device))[0]

@@ -40,9 +40,9 @@ def encode(
         image: a TIFF (also BigTIFF, OME-TIFF), zarr, .npy, JPEG or PNG file. It is not resized.
         output: NAME.zarr, a folder for .npy files, or NAME.npy for one map; with a picture NAME.png beside it.
         stages: the stages whose maps are written, as 3,4; the last one by default.
-        memory: what may be used beside the model and a decoded JPEG or PNG.
-        level: of a pyramid; 0 is the largest image.
-        dtype: what tokens are stored as meanwhile: float32, or bfloat16 for half the memory.
+        memory: memory limit, on top of the model and a decoded JPEG or PNG.
+        level: level of a pyramid; 0 is the largest image.
+        dtype: type in which tokens are stored during the run: float32, or bfloat16 for half the memory.
         storage: a folder for tokens, instead of memory; a run that was killed is resumed from there.
         allow_large: decode a JPEG or PNG of any size; refused above 179 megapixels by default.
         overwrite: replace an output that exists.
@@ -57,7 +57,7 @@ def encode(
 
     model, preprocessing, named = _open(checkpoint)
     chosen = parse_stages(stages, len(model.stages))
-    check_output(Path(output), chosen, overwrite)
+    check_output(Path(output), chosen, overwrite, Path(image))
     opened = open_image(image, model.config.in_chans, level=level, allow_large=allow_large)
     normalisation = {"mean": list(preprocessing.mean), "std": list(preprocessing.std)}
     attributes = {"model": checkpoint, "image": image, "level": level, "normalisation": normalisation}
@@ -74,7 +74,7 @@ def encode(
             std=preprocessing.std,
             attributes={**attributes, "classes": list(preprocessing.classes) if named else []},
             overwrite=overwrite,
-            progress=lambda now: bar(1000 * now.done // now.total, 1000),
+            progress=lambda now: bar(1000 * now.done // now.total, 1000, 1000 * now.resumed // now.total),
         )
     for stage, tensor in streamed.maps.items():
         print_line(f"stage {stage + 1}: {size_text((tensor.shape[0], tensor.shape[1]))} tokens of {tensor.shape[2]}")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..training.callbacks import duration
 
@@ -157,9 +157,15 @@ def track(items: Sequence[Item], doing: str) -> Iterable[Item]:
     return progress.track(items, doing, console=terminal, transient=True, disable=not terminal.is_terminal)
 
 
+class ShowProgress(Protocol):
+    """``resumed`` of what is done were done by an earlier run."""
+
+    def __call__(self, done: int, total: int, resumed: int = 0, /) -> None: ...
+
+
 @contextmanager
-def progress_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """A function (done, total) that moves a bar on stderr, or writes a line now and then if stderr is no terminal."""
+def progress_bar(doing: str) -> Iterator[ShowProgress]:
+    """A function that moves a bar on stderr, or writes a line now and then if stderr is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -170,18 +176,18 @@ def progress_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
     columns = (TextColumn(doing), BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=terminal, transient=True) as bar:
         task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda done, total, resumed=0: bar.update(task, completed=done, total=total)
 
 
-def _progress_lines(doing: str) -> Callable[[int, int], None]:
-    """A function (done, total) that writes a line to stderr where the last one is ``QUIET_SECONDS`` old."""
+def _progress_lines(doing: str) -> ShowProgress:
+    """A function that writes a line to stderr where the last one is ``QUIET_SECONDS`` old."""
     started = printed = time.monotonic()
 
-    def progress(done: int, total: int) -> None:
+    def progress(done: int, total: int, resumed: int = 0, /) -> None:
         nonlocal printed
         now = time.monotonic()
-        if now - printed >= QUIET_SECONDS and 0 < done < total:
-            printed, left = now, (now - started) / done * (total - done)
+        if now - printed >= QUIET_SECONDS and resumed < done < total:
+            printed, left = now, (now - started) / (done - resumed) * (total - done)
             print(f"{doing}: {100 * done // total}%, {duration(left)} left", file=sys.stderr, flush=True)
 
     return progress

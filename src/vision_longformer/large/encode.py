@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from ..files import atomic_folder, atomic_write
+from ..files import atomic_folder, atomic_write, lock_file, remove_temporaries
 from ..models.vision_longformer import VisionLongformer
 from .memory import Work, format_bytes
 from .reading import LargeImage
-from .storage import remove_tokens, token_file_bytes
+from .storage import token_file_bytes, token_folder
 from .stream import Progress, Streamed, stream
 
 CHUNK = 64
@@ -57,17 +58,37 @@ def encode(
         storage: a folder for tokens, from which a run that ended early is resumed; emptied when the output is written.
         attributes: what to store, beside stride and origin of the maps, and the image's logits and features.
 
-    The output appears when it is whole. See :func:`stream` for the other arguments.
+    The output appears when it is whole. What a process that was killed while it wrote has left of it is replaced.
+    See :func:`stream` for the other arguments.
     """
     output = Path(output)
-    check_output(output, stages, overwrite)
+    check_output(output, stages, overwrite, image.file)
+    overwrite = _remove_unfinished(output) or overwrite
     work = Work(
         model.config, len(model.stages), image.shape[:2], dtype, torch.float32, tuple(stages), in_memory=storage is None
     )
     _check_room(output, work, None if storage is None else Path(storage))
-    streamed = stream(
-        model, image, memory=memory, storage=storage, dtype=dtype, maps=stages, mean=mean, std=std, progress=progress
-    )
+    with token_folder(storage) as folder:
+        streamed = stream(
+            model, image, memory=memory, storage=folder, dtype=dtype, maps=stages, mean=mean, std=std, progress=progress
+        )
+        check_output(output, stages, overwrite, image.file)
+        with _being_written(output):
+            _write_all(model, streamed, output, stages, attributes, overwrite)
+            if folder is not None:
+                folder.close()
+    return streamed
+
+
+def _write_all(
+    model: VisionLongformer,
+    streamed: Streamed,
+    output: Path,
+    stages: Sequence[int],
+    attributes: Mapping[str, Any],
+    overwrite: bool,
+) -> None:
+    """The maps with their attributes, and the picture."""
     maps = {f"stage{stage + 1}": streamed.maps[stage] for stage in stages}
     strides = [prod(stage.patch for stage in model.config.stages[: number + 1]) for number in stages]
     places = {name: {"stride": stride, "origin": [0, 0]} for name, stride in zip(maps, strides, strict=True)}
@@ -75,25 +96,30 @@ def encode(
     common = {**attributes, "logits": logits, "features": streamed.features.tolist()}
     _write(output, maps, places, common, overwrite)
     draw_map(maps[f"stage{max(stages) + 1}"], picture_path(output), overwrite=overwrite)
-    if storage is not None:
-        remove_tokens(Path(storage))
-    return streamed
 
 
 # Before
 
 
-def check_output(output: Path, stages: Sequence[int], overwrite: bool = False) -> None:
-    """Refuse an output that cannot be written, before anything is computed."""
+def check_output(output: Path, stages: Sequence[int], overwrite: bool = False, image: Path | None = None) -> None:
+    """Refuse an output that cannot be written, or would take the place of the image, before anything is computed."""
     if not stages:
         raise ValueError("no stages are asked for; name one at least")
     if output.suffix == ".npy" and len(stages) > 1:
         raise ValueError(f"{output} holds one map, but {len(stages)} are asked for; give a folder, or a name in .zarr")
     if output.suffix == ".zarr" and find_spec("zarr") is None:
         raise ValueError(f"{output} needs the package zarr; install it with: pip install 'vision-longformer[large]'")
-    for path in (output, picture_path(output), *([output.with_suffix(".json")] if output.suffix == ".npy" else [])):
-        if path.exists() and not overwrite:
+    around = [] if image is None else [image, *image.absolute().parents, *image.resolve().parents]
+    for path in _paths(output):
+        if path.exists() and any(path.samefile(each) for each in around if each.exists()):
+            raise ValueError(f"{path} would take the place of the image {image}; choose another output")
+        if path.exists() and not (overwrite or _marker(output).exists()):
             raise FileExistsError(f"{path} exists; choose another output, or replace it with --overwrite")
+
+
+def _paths(output: Path) -> list[Path]:
+    """All that an output consists of."""
+    return [output, picture_path(output), *([output.with_suffix(".json")] if output.suffix == ".npy" else [])]
 
 
 def picture_path(output: Path) -> Path:
@@ -122,6 +148,34 @@ def _existing(folder: Path) -> Path:
 
 
 # After
+
+
+def _marker(output: Path) -> Path:
+    """The file that is beside an output until it is whole."""
+    return output.with_name(f".{output.name}.unfinished")
+
+
+def _lock(output: Path) -> IO[str]:
+    busy = f"another process is writing {output}; wait for it, or choose another output"
+    return lock_file(_marker(output), busy)
+
+
+@contextmanager
+def _being_written(output: Path) -> Iterator[None]:
+    """Mark an output as unfinished meanwhile, and if that fails, from then on."""
+    with _lock(output):
+        yield
+        _marker(output).unlink()
+
+
+def _remove_unfinished(output: Path) -> bool:
+    """Whether a process was killed while it wrote an output, whose temporary files are then deleted."""
+    if not _marker(output).exists():
+        return False
+    with _lock(output):
+        for path in _paths(output):
+            remove_temporaries(path)
+    return True
 
 
 def _write(
@@ -187,12 +241,8 @@ def draw_map(tensor: Tensor, path: Path, *, overwrite: bool = False) -> None:
     The darkest and brightest hundredth of each colour are cut off.
     """
     step = -(-max(tensor.shape[:2]) // PICTURE)
-    tokens = tensor[::step, ::step].to(torch.float64, copy=True)
-    flat = tokens.flatten(0, 1)
-    flat -= flat.mean(0)  # in place: of a large image this is most of a gigabyte
-    directions = torch.linalg.eigh(flat.T @ flat).eigenvectors.flip(1)[:, :3]
-    largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
-    components = flat @ (directions * largest.sign())  # the sign of an eigenvector is arbitrary
+    tokens = tensor[::step, ::step]
+    components = _principal_components(tokens)
     low, high = components.quantile(torch.tensor([0.01, 0.99], dtype=torch.float64), 0)
     least = 1e-4 * float((high - low).max()) or 1.0  # what varies less is rounding
     levels = ((components - low) / (high - low).clamp(min=least)).clamp(0, 1)
@@ -203,3 +253,17 @@ def draw_map(tensor: Tensor, path: Path, *, overwrite: bool = False) -> None:
     picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
     with atomic_write(path, overwrite=overwrite) as temporary:
         picture.save(temporary, format="png")
+
+
+def _principal_components(tokens: Tensor) -> Tensor:
+    """The first three of a map (height, width, dim), (tokens, 3); row by row, as all rows in float64 may take a
+    gigabyte."""
+    mean = sum(row.double().sum(0) for row in tokens) / (tokens.shape[0] * tokens.shape[1])
+    spread = torch.zeros(tokens.shape[2], tokens.shape[2], dtype=torch.float64)
+    for row in tokens:
+        centred = row.double() - mean
+        spread.addmm_(centred.T, centred)
+    directions = torch.linalg.eigh(spread).eigenvectors.flip(1)[:, :3]
+    largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
+    directions = directions * largest.sign()  # the sign of an eigenvector is arbitrary
+    return torch.cat([(row.double() - mean) @ directions for row in tokens])

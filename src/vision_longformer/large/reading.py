@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,6 +25,9 @@ TIFF_LAYOUTS = ("YX", "YXS", "SYX", "CYX")
 COLOURS = {1: "grey", 2: "RGB", 6: "YCbCr, which decoders turn into RGB"}
 """TIFF's photometric interpretations whose numbers are brightnesses."""
 
+ORIENTATION = 274
+"""The tag of a TIFF that says how it is to be turned: 1 not at all, 2 to 8 somehow."""
+
 ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
 """One of these is in every zarr folder."""
 
@@ -35,7 +40,9 @@ class LargeImage:
     """
 
     def __init__(self, rows: Any, channels: int, file: Path | None = None) -> None:
-        self._rows, self._file, self._stamp = rows, file, _stamp(file)
+        self._rows, self.file = rows, file
+        self._stamped = file and file / getattr(rows, "path", "")  # of a zarr group, one array
+        self._stamp = _stamp(self._stamped)
         self._name = "the image" if file is None else str(file)
         shape = tuple(rows.shape)
         if len(shape) not in (2, 3):
@@ -53,7 +60,7 @@ class LargeImage:
     @property
     def identity(self) -> str:
         """The file with its size and time, so that a run is not resumed with another one."""
-        return "" if self._file is None else f"{self._file.resolve()} {self._stamp}"
+        return "" if self.file is None else f"{self.file.resolve()} {self._stamp}"
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         """Some rows, (n, width, channels)."""
@@ -71,14 +78,22 @@ class LargeImage:
         return np.broadcast_to(part, (len(part), *self.shape[1:]))
 
     def _check_unchanged(self, where: str) -> None:
-        if _stamp(self._file) != self._stamp:
+        if _stamp(self._stamped) != self._stamp:
             raise ImageError(f"{where} cannot be read: the file has changed meanwhile; start again when it is complete")
 
 
 def _stamp(file: Path | None) -> tuple[int, int] | None:
-    """Size and time of a file; a file that is gone has none."""
+    """Size and time of a file; of a folder, the number of its files and the newest time. What is gone has none."""
     if file is None or not file.exists():
         return None
+    if file.is_dir():
+        try:
+            times = [
+                os.stat(os.path.join(parent, name)).st_mtime_ns for parent, _, names in os.walk(file) for name in names
+            ]
+        except FileNotFoundError:  # deleted meanwhile
+            return None
+        return len(times), max(times, default=0)
     status = file.stat()
     return status.st_size, status.st_mtime_ns
 
@@ -122,9 +137,9 @@ def _open(path: Path, channels: int, level: int, allow_large: bool) -> Any:
     if start in TIFF_STARTS:
         return TiffRows(path, level)
     if level:
-        raise ValueError(f"{path} is no pyramid; level is {level}, it must be 0")
+        raise ValueError(f"{path} is not a pyramid; level is {level}, but it must be 0")
     if path.suffix == ".npy":
-        return np.load(path, mmap_mode="r")
+        return NumpyRows(path)
     image = decode_image(path, allow_large=allow_large)
     return np.asarray(image.convert("L") if channels == 1 else image)
 
@@ -149,6 +164,37 @@ def _package(name: str, path: Path) -> ModuleType:
         ) from None
 
 
+class NumpyRows:
+    """Rows of a .npy file, in C or Fortran order. They are read, not mapped: a file that shrinks meanwhile is an error,
+    but a map of it would end the process."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            mapped = np.lib.format.open_memmap(path, mode="r")
+        except ValueError as error:
+            raise ImageError(
+                f"{path} cannot be read as a NumPy array: {first_line(error)}; if it was cut off, save or copy it again"
+            ) from error
+        self.shape, self.dtype, self._offset = mapped.shape, mapped.dtype, mapped.offset
+        self._order: Literal["C", "F"] = "C" if mapped.flags.c_contiguous else "F"
+        self._file = path.open("rb")
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        part = np.empty((rows.stop - rows.start, *self.shape[1:]), self.dtype, order=self._order)
+        if self._order == "C":
+            self._read(part, rows.start * prod(self.shape[1:]))
+        else:
+            for index, column in enumerate(part.T.reshape(-1, len(part))):
+                self._read(column, index * self.shape[0] + rows.start)
+        return part
+
+    def _read(self, numbers: np.ndarray, first: int) -> None:
+        """Numbers that are stored one after the other."""
+        self._file.seek(self._offset + first * self.dtype.itemsize)
+        if self._file.readinto(numbers.data.cast("B")) < numbers.nbytes:
+            raise ImageError("the file ends too early")
+
+
 class _Plane(NamedTuple):
     """What one or all channels of a TIFF are stored in: a page, or one of its planes."""
 
@@ -170,6 +216,7 @@ class TiffRows:
         if level >= len(levels):
             sizes = ", ".join("×".join(map(str, each.get_shape(squeeze=True))) for each in levels)
             raise ValueError(f"{path} has levels 0 to {len(levels) - 1} ({sizes}); level is {level}")
+        _check_upright(path, levels[0].keyframe)
         self._planes = _planes(path, levels[level], tifffile.TIFF.DECOMPRESSORS)
         page = self._planes[0].page.keyframe
         samples = page.samplesperpixel if page.planarconfig == 1 else 1
@@ -226,6 +273,16 @@ class TiffRows:
         if len(data) < count:
             raise ImageError("the file ends too early")
         return data
+
+
+def _check_upright(path: Path, page: Any) -> None:
+    """Refuse a page that viewers turn or mirror, as ``decode_image`` does."""
+    orientation = page.tags.valueof(ORIENTATION, default=1)
+    if orientation in range(2, 9):
+        raise ValueError(
+            f"{path} has orientation {orientation}: it is stored turned or mirrored, and cannot be turned while it is "
+            "read by rows; save it upright, with orientation 1"
+        )
 
 
 def _planes(path: Path, level: Any, decompressors: Any) -> list[_Plane]:

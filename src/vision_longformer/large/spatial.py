@@ -83,8 +83,8 @@ def check_divisible(model: nn.Module, processes: int, size: tuple[int, int] | No
             )
         if size is not None and processes > (most := max(_chunk_rows(part, size))):
             raise ValueError(
-                f"{processes} processes cannot share images of {size[0]}×{size[1]}: each takes a chunk row at least, "
-                f"and the most that a stage has is {most}; use as many processes as that, or fewer"
+                f"{processes} processes cannot share images of {size[0]}×{size[1]}: each takes at least one chunk row, "
+                f"and no stage has more than {most}; use at most {most} processes"
             )
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import atomic_write
+from ..errors import first_line
+from ..files import atomic_write, lock_file, remove_temporaries
 from ..geometry import Grid
 from .memory import Step, Work, format_bytes
 
@@ -75,6 +78,45 @@ def _bytes(tokens: Tensor) -> memoryview:
 STATE = "state.safetensors"
 """The file that says how far a run is."""
 
+LOCK = ".lock"
+"""The file that a run holds locked, so that no other one works in its folder."""
+
+
+class TokenFolder:
+    """A folder for tokens that this run alone uses, as :func:`token_folder` opens it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.is_closed = path, False
+
+    def close(self, keep_tokens: bool = False) -> None:
+        """Delete the tokens unless they are kept, the lock, and the folder if nothing else is in it."""
+        tokens = [] if keep_tokens else [self.path / STATE, *_token_files(self.path)]
+        for path in (*tokens, self.path / LOCK):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):  # something is in it
+            self.path.rmdir()
+        self.is_closed = True
+
+
+@contextmanager
+def token_folder(storage: str | Path | TokenFolder | None) -> Iterator[TokenFolder | None]:
+    """The folder, locked meanwhile; one that is opened already stays so, and None, for memory, is None.
+
+    What a process that was killed has left half written is removed.
+    """
+    if storage is None or isinstance(storage, TokenFolder):
+        yield storage
+        return
+    folder = TokenFolder(Path(storage))
+    busy = f"another process keeps its tokens in {folder.path}; wait for it, or choose another folder"
+    with lock_file(folder.path / LOCK, busy):
+        remove_temporaries(folder.path / STATE)
+        try:
+            yield folder
+        finally:
+            if not folder.is_closed:
+                folder.close(keep_tokens=True)
+
 
 def _token_files(folder: Path) -> list[Path]:
     return list(folder.glob("stage*-block*.tokens"))
@@ -83,14 +125,6 @@ def _token_files(folder: Path) -> list[Path]:
 def token_file_bytes(folder: Path) -> int:
     """What the tokens of an earlier run take of a folder."""
     return sum(path.stat().st_size for path in _token_files(folder))
-
-
-def remove_tokens(folder: Path) -> None:
-    """Delete what a run has left in its folder, and the folder if nothing else is in it."""
-    for path in (folder / STATE, *_token_files(folder)):
-        path.unlink()
-    if not any(folder.iterdir()):
-        folder.rmdir()
 
 
 class Finished(NamedTuple):
@@ -132,23 +166,28 @@ class FileStorage(Storage):
     another ``identity`` are refused.
     """
 
-    def __init__(self, work: Work, folder: str | Path, identity: str) -> None:
+    def __init__(self, work: Work, folder: TokenFolder, identity: str) -> None:
         super().__init__(work)
-        self.folder, self.identity = Path(folder), identity
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.identity = folder.path, identity
         self._state = self.folder / STATE
         self._check_room()
 
     def resume(self) -> Finished:
         if not self._state.exists():
             return super().resume()
-        with safe_open(self._state, "pt") as file:
-            state, global_tokens = json.loads(file.metadata()["state"]), file.get_tensor("global_tokens")
-        if state["identity"] != self.identity:
+        try:
+            with safe_open(self._state, "pt") as file:
+                state, global_tokens = json.loads(file.metadata()["state"]), file.get_tensor("global_tokens")
+            identity, last = state["identity"], Step(state["stage"], state["block"])
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self._state} is damaged or not the state of a run ({first_line(error)}); delete {self.folder}, or "
+                "choose another folder"
+            ) from error
+        if identity != self.identity:
             raise ValueError(
                 f"{self.folder} holds the tokens of another model, image or setting; delete it or choose another folder"
             )
-        last = Step(state["stage"], state["block"])
         present = {last, *(step for step in self.work.kept_steps if step < last)}
         return Finished(last, {step: self._open(step, new=False) for step in present}, global_tokens)
 

@@ -30,15 +30,17 @@ from ..ops.chunks import tokens_to_map
 from ..ops.partial_softmax import attend_part
 from .memory import Step, Work
 from .pixels import Pixels
-from .storage import FileStorage, Storage, TokenMap
+from .storage import FileStorage, Storage, TokenFolder, TokenMap, token_folder
 
 
 class Progress(NamedTuple):
-    """How far a streamed pass is: ``done`` of ``total`` multiplications, now in a ``step``."""
+    """How far a streamed pass is: ``done`` of ``total`` multiplications, now in a ``step``; ``resumed`` of those that
+    are done were done by an earlier run."""
 
     step: Step
     done: int
     total: int
+    resumed: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def stream(
     *,
     memory: str | int = "2GB",
     rows: int | None = None,
-    storage: str | Path | None = None,
+    storage: str | Path | TokenFolder | None = None,
     dtype: torch.dtype | None = None,
     maps: Sequence[int] = (),
     given_tokens: Tensor | None = None,
@@ -75,7 +77,7 @@ def stream(
         memory: what tokens and strips may take, beside the model and the image: ``"2GB"``, or a number of bytes.
         rows: chunk rows of a strip, in place of those that ``memory`` allows.
         storage: a folder for the tokens; None for memory. If the folder holds the tokens of a run that ended early, the
-            run is resumed after its last finished block.
+            run is resumed after its last finished block. A folder that another process works in is refused.
         dtype: what tokens are stored as, the model's own type if None; bfloat16 halves them.
         maps: numbers of the stages whose maps are returned, counted from 0. With ``storage`` they are memory-mapped.
         given_tokens: (n, ``given_token_dim``), for models that take any.
@@ -93,12 +95,12 @@ def stream(
     if rows is not None:
         check_at_least("rows", rows, 1)
     chunk_rows = work.choose_rows(memory) if rows is None else [rows] * len(model.stages)
-    place = Storage(work)
-    if storage is not None:
-        settings = [model.config.to_dict(), pixels.size, str(work.stored), work.kept, [*mean], [*std]]
-        settings += [pixels.identity, identity]
-        place = FileStorage(work, storage, _digest(model, given_tokens, settings))
-    with torch.no_grad():
+    with torch.no_grad(), token_folder(storage) as folder:
+        place = Storage(work)
+        if folder is not None:
+            settings = [model.config.to_dict(), pixels.size, str(work.stored), work.kept, [*mean], [*std]]
+            settings += [pixels.identity, identity]
+            place = FileStorage(work, folder, _digest(model, given_tokens, settings))
         return _Run(model, pixels, work, chunk_rows, place, given_tokens, progress).result()
 
 
@@ -151,7 +153,7 @@ class _Run:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.model, self.pixels, self.work, self.chunk_rows, self.storage = model, pixels, work, chunk_rows, storage
         self.given = None if given_tokens is None else given_tokens[None].to(parameter)
-        self.progress, self.done = progress, 0
+        self.progress, self.done, self.resumed = progress, 0, 0
         self.total = sum(work.multiplications(step, work.grids[step.stage].height) for step in work.steps)
 
     def result(self) -> Streamed:
@@ -159,7 +161,8 @@ class _Run:
         finished, maps, global_tokens = self.storage.resume()
         for step in self.work.steps:
             if finished is not None and step <= finished:
-                self.done += self.work.multiplications(step, self.work.grids[step.stage].height)
+                self.resumed += self.work.multiplications(step, self.work.grids[step.stage].height)
+                self.done = self.resumed
                 continue
             before = self.work.before(step)
             source, target = None if before is None else maps[before], self.storage.target(step)
@@ -240,7 +243,7 @@ class _Run:
 
     def _advance(self, step: Step, rows: int) -> None:
         self.done += self.work.multiplications(step, rows)
-        self.progress(Progress(step, self.done, self.total))
+        self.progress(Progress(step, self.done, self.total, self.resumed))
 
 
 def _with_untouched_rows(
