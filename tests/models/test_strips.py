@@ -13,6 +13,7 @@ from builders import assert_close, small_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from vision_longformer import ModelConfig, VisionLongformer
@@ -198,6 +199,27 @@ def test_a_compiled_model() -> None:
     got = results(model, "strips", image())
     torch._dynamo.reset()
     assert_close(got["stages.0.blocks.0.attn.qkv.weight"], expected["stages.0.blocks.0.attn.qkv.weight"], 1e-12)
+
+
+def test_second_derivatives_are_refused() -> None:
+    """They would be without the part of the blocks; the remedies have them all."""
+    model = model_of(longformer(rule="cyclic"))
+    model.set_attention_implementation("sliding_chunk_autograd")
+    x, seconds = image(), []
+    for mode in (False, True):
+        model.set_grad_checkpointing(mode)
+        with sdpa_kernel(SDPBackend.MATH):  # the other kernels of the global rows have first derivatives only
+            (grad,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+            seconds.append(torch.autograd.grad(grad.square().sum(), x)[0])
+    assert_close(seconds[1], seconds[0], 1e-10)
+    model.set_attention_implementation("auto")
+    model.set_grad_checkpointing("strips")
+    with pytest.raises(
+        RuntimeError,
+        match=r"^gradient checkpointing by strips has first derivatives only; for more, use "
+        r"set_grad_checkpointing\(False\), or set_grad_checkpointing\(True\) to save memory$",
+    ):
+        torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
 
 
 def test_refusals() -> None:

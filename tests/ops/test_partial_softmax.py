@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from builders import assert_close
 from hypothesis import given
@@ -79,6 +80,21 @@ def test_two_parts_by_hand() -> None:
     assert_close(merged.out.view(1), torch.tensor([4.0]), 1e-6)
     assert_close(merged.lse.view(1), torch.tensor([math.log(4.0)]), 1e-6)
     assert_close(second.merge(first).out, merged.out, 1e-7)
+
+
+def test_autocast_leaves_float32_as_it_is() -> None:
+    """1 + 2⁻¹⁰ and 3 + 2⁻¹⁰ are 1 and 3 in bfloat16. Scores 0 and (1 + 2⁻¹⁰)·1024 - 1025 = 0 give both keys a half."""
+    q = torch.tensor([1 + 2**-10, 0.0]).view(1, 1, 1, 2)
+    k = torch.tensor([[0.0, 0.0], [1024.0, 0.0]]).view(1, 2, 1, 2)
+    v, bias = torch.tensor([1 + 2**-10, 3 + 2**-10]).view(1, 2, 1, 1), torch.tensor([[[0.0, -1025.0]]])
+    inputs = PartInputs(q, k, v, 1.0, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        total = attend_part(inputs)
+        share, weight = share_of(inputs, total)
+        assert inputs.scores().flatten().tolist() == [0, 0]
+    assert total.lse.item() == pytest.approx(math.log(2), rel=1e-6)
+    assert total.out.item() == share.item() == pytest.approx(2 + 2**-10, rel=1e-6)
+    assert weight.item() == pytest.approx(1, rel=1e-6)
 
 
 def test_sixteen_bit_inputs_are_summed_in_float32() -> None:

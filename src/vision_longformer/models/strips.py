@@ -96,17 +96,22 @@ class _ByStrips(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # by create_graph=True
+            raise RuntimeError(
+                "gradient checkpointing by strips has first derivatives only; for more, use "
+                "set_grad_checkpointing(False), or set_grad_checkpointing(True) to save memory"
+            )
         tokens, *saved = (tensor.detach() for tensor in ctx.saved_tensors)
         width, count, top = ctx.strip.width, tokens.shape[1] - ctx.strip.keys, len(ctx.strip.above)
         sums = _Gradients(tokens, ctx.parameters)
-        with torch.enable_grad(), torch.autocast(**ctx.autocast):
-            for piece in ctx.parts:
+        for piece in ctx.parts:
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 seen = _seen(tokens, piece, count).requires_grad_()
                 own, inputs = ctx.block.forward_strip(seen, piece, ctx.neighbours, ctx.drop_paths)
                 shares = share_of(inputs, PartialSoftmax(*saved)) if saved else ()
-                outputs, of_own = [own, *shares], _rows(grad, piece.rows, width, -top * width)
-                del own, inputs, shares
-                sums.add(piece, seen, outputs, [of_own, *grads])
+            outputs, of_own = [own, *shares], _rows(grad, piece.rows, width, -top * width)
+            del own, inputs, shares
+            sums.add(piece, seen, outputs, [of_own, *grads])  # beyond autocast, as any backward pass
         return None, None, None, None, None, sums.tokens, *sums.parameters
 
 

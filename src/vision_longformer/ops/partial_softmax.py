@@ -6,7 +6,8 @@ attended to by itself, and the results are merged.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +26,10 @@ class PartInputs(NamedTuple):
     bias: Tensor | None = None
 
     def scores(self) -> Tensor:
-        """(B, heads, n, m), in float32 at least."""
+        """(B, heads, n, m), in float32 at least, also under autocast."""
         dtype = arithmetic_dtype(self.q)
-        scores = torch.einsum("bnhd,bmhd->bhnm", self.q.to(dtype), self.k.to(dtype)) * self.scale
+        with _without_autocast(self.q.device):
+            scores = torch.einsum("bnhd,bmhd->bhnm", self.q.to(dtype), self.k.to(dtype)) * self.scale
         return scores if self.bias is None else scores + self.bias
 
 
@@ -67,7 +69,14 @@ def share_of(inputs: PartInputs, total: PartialSoftmax) -> tuple[Tensor, Tensor]
 
 
 def _weighted(weights: Tensor, v: Tensor) -> Tensor:
-    return torch.einsum("bhnm,bmhd->bnhd", weights, v.to(weights.dtype))
+    with _without_autocast(v.device):
+        return torch.einsum("bhnm,bmhd->bnhd", weights, v.to(weights.dtype))
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _per_query(x: Tensor) -> Tensor:
