@@ -295,7 +295,7 @@ def test_an_image_that_does_not_fit_is_streamed(
     checkpoint, path, limit = large
     whole, quiet = _found(checkpoint, path, capsys, memory=str(limit + 1))
     assert "streamed" not in quiet
-    assert "8 objects are the most of an image; detections=N allows more" in quiet
+    assert "the limit of 8 objects per image was reached; --detections (detections=…) raises it" in quiet
     streamed, said = _found(checkpoint, path, capsys, memory=str(limit))
     assert re.search(
         r"large.png: 150×210 pixels at once need about \d+MB, but \d+MB are free or allowed: .* streamed", said
@@ -339,6 +339,61 @@ def test_files_that_are_read_by_rows(
     assert prediction.size == (150, 210)
     assert np.array_equal(np.asarray(picture), pixels[::2, ::2])
     assert detections[0].box == tuple(side / 2 for side in prediction.detections[0].box)
+
+
+def test_images_that_are_streamed_have_folders_of_their_own(
+    large: tuple[str, Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that ends in its second image is resumed there; of two files of one name, too."""
+    checkpoint, path, limit = large
+    other, tokens = path.parent / "other" / path.name, path.with_name("tokens")
+    other.parent.mkdir()
+    Image.open(path).rotate(180).save(other)
+    command = (load_detector(checkpoint, scale=1.0), [path, other])
+    options: dict[str, Any] = {"threshold": 0.0, "memory": limit, "storage": tokens}
+    expected = [one.detections[0].box for one in predict(*command, **{**options, "storage": None})]
+
+    def stop(done: int, total: int) -> None:
+        if done > 0.5 * total and sorted(each.name for each in tokens.iterdir()) == ["2-large.png"]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(predict(*command, progress=stop, **options))
+    left = tokens / "2-large.png" / "state.safetensors"
+    assert left.exists()
+    shares: dict[str, float] = {}
+
+    def note(done: int, total: int) -> None:
+        image = min(each.name for each in tokens.iterdir())
+        shares.setdefault(image, done / total)
+
+    assert [one.detections[0].box for one in predict(*command, progress=note, **options)] == expected
+    assert shares["1-large.png"] < 0.3
+    assert shares["2-large.png"] > 0.3
+    assert not tokens.exists()
+
+
+def test_options_that_would_have_no_effect_are_refused(
+    large: tuple[str, Path, int], photo: Path, tmp_path: Path
+) -> None:
+    checkpoint = large[0]
+    for options, names in [
+        ({"memory": "1GB"}, "memory"),
+        ({"storage": str(tmp_path / "tokens")}, "storage"),
+        ({"level": 1}, "level"),
+        ({"memory": "1GB", "level": 1}, "memory and level"),
+    ]:
+        sentence = f"leave out {names}, or tile: tiles are cut from a decoded photo, and nothing is streamed"
+        with pytest.raises(ValueError, match=f"^{sentence}$"):
+            detect_predict(checkpoint, [str(photo)], tile=64, **options)
+    detect_predict(checkpoint, [str(photo)], tile=64, level=0)
+    exported = RedFinder()
+    for options, name in [({"memory": 10**9}, "memory"), ({"storage": tmp_path / "tokens"}, "storage")]:
+        sentence = f"leave out {name}: a RedFinder was not built by build_detector, and cannot be streamed"
+        with pytest.raises(ValueError, match=f"^{sentence}$"):
+            next(predict(exported, [photo], **options))
+    assert next(predict(exported, [photo], tile=64)).size == (70, 100)
+    assert not (tmp_path / "tokens").exists()
 
 
 def test_settings_of_a_loaded_detector(large: tuple[str, Path, int]) -> None:

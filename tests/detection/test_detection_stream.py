@@ -278,6 +278,26 @@ def test_tokens_in_files(tmp_path: Path) -> None:
     _assert_same(_whole(model, image), streamed, 1e-10, (70, 90))
 
 
+@pytest.mark.parametrize(("machine", "limit"), [(10**9, 50_021_312), (4 * 10**7, 4 * 10**7)])
+def test_tokens_take_the_machines_memory_and_windows_that_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, machine: int, limit: int
+) -> None:
+    """24·24·8 numbers, over which the second map is written, 6·6·16 and 3·3·16 of 4 bytes are 21,312, for a detector on
+    another device with 50 MB."""
+    seen = []
+
+    def stop(*arguments: Any, memory: int, **options: Any) -> None:
+        seen.append(memory)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(streaming, "free_memory", lambda device: {"meta": 5 * 10**7, "cpu": machine}[device.type])
+    monkeypatch.setattr(streaming, "stream", stop)
+    model = small_detector("retinanet", scale=1.0).eval().to("meta")
+    with pytest.raises(KeyboardInterrupt):
+        stream_detections(model, np.zeros((72, 92, 3), np.uint8), memory=None)
+    assert seen == [limit]
+
+
 def test_what_cannot_be_streamed() -> None:
     image = torch.rand(3, 64, 64)
     with pytest.raises(ValueError, match=r"the backbone test_resnet is timm's"):

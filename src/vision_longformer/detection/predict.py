@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -26,7 +27,7 @@ from ..large.memory import format_bytes, free_memory, parse_bytes
 from ..large.reading import LargeImage, is_zarr, open_image
 from .dataset import image_tensor
 from .detections import Box, Detection, MaskCrop, detections_from_output
-from .stream import bytes_at_once, stream_detections
+from .stream import bytes_at_once, refuse_streaming, stream_detections
 
 logger = logging.getLogger(__name__)
 
@@ -94,27 +95,44 @@ def predict(
 
     Images run one by one. One that would need more than ``memory``, or than is free, is streamed, to the same result
     (:func:`stream_detections`); so are images that only :func:`~vision_longformer.large.open_image` reads, with
-    ``level`` and ``allow_large`` as there. With ``tile``, images run in overlapping squares of that many pixels
+    ``level`` and ``allow_large`` as there. Each has a folder of its own in ``storage``, by its position and name, so
+    that what was interrupted can be resumed. With ``tile``, images run in overlapping squares of that many pixels
     instead.
     """
     check_fraction("threshold", threshold)
     if tile is not None:
         check_at_least("tile", tile, SMALLEST_TILE)
+    _check_streaming(model, tile, {"memory": memory, "storage": storage, "level": level or None})
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    limit = free_memory(device) if memory is None else parse_bytes(memory)
-    for file in input_files(images):
+    for number, file in enumerate(input_files(images), 1):
+        limit = free_memory(device) if memory is None else parse_bytes(memory)
+        tokens = None if storage is None else Path(storage) / f"{number}-{file.name}"
         source: Image.Image | LargeImage
         if tile is not None or (level == 0 and _fits(model, file, limit)):
             source = decode_image(file, allow_large=allow_large)
             found = predict_image(model, source, threshold=threshold, tile=tile)
         else:
             source = open_image(file, level=level, allow_large=allow_large)
+            given = None if memory is None else limit
             found = stream_detections(
-                model, source, threshold=threshold, memory=limit, storage=storage, progress=progress
+                model, source, threshold=threshold, memory=given, storage=tokens, progress=progress
             )
+            if tokens is not None:
+                with suppress(OSError):  # something is in it
+                    tokens.parent.rmdir()
         if tile is None and len(found) == cast(Any, model).config.detections:
-            logger.info("%s: %d objects are the most of an image; detections=N allows more", file, len(found))
+            sentence = "%s: the limit of %d objects per image was reached; --detections (detections=…) raises it"
+            logger.info(sentence, file, len(found))
         yield Prediction(str(file), source, found)
+
+
+def _check_streaming(model: nn.Module, tile: int | None, options: dict[str, Any]) -> None:
+    """Refuse options of streaming that are not None where nothing would be streamed."""
+    given = " and ".join(name for name, value in options.items() if value is not None)
+    if given and tile is not None:
+        raise ValueError(f"leave out {given}, or tile: tiles are cut from a decoded photo, and nothing is streamed")
+    if given and (reason := refuse_streaming(model)) is not None:
+        raise ValueError(f"leave out {given}: {reason}")
 
 
 def _fits(model: nn.Module, file: Path, limit: int) -> bool:

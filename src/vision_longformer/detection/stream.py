@@ -26,9 +26,9 @@ from torchvision.models.detection.rpn import concat_box_prediction_layers
 from torchvision.models.detection.transform import resize_boxes
 
 from ..geometry import Grid, ceil_div
-from ..large.memory import FIXED, HEADROOM, Work, parse_bytes
+from ..large.memory import FIXED, HEADROOM, Work, free_memory, parse_bytes
 from ..large.pixels import Pixels
-from ..large.storage import remove_tokens
+from ..large.storage import token_folder
 from ..large.stream import check_model, stream
 from .backbone import ImageTransform, StageMaps
 from .checkpoint import detector_backbone
@@ -47,7 +47,7 @@ def stream_detections(
     image: Any,
     *,
     threshold: float = 0.0,
-    memory: str | int = "2GB",
+    memory: str | int | None = "2GB",
     storage: str | Path | None = None,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> list[Detection]:
@@ -60,30 +60,43 @@ def stream_detections(
         model: a detector of ``build_detector`` on a backbone whose stages are Longformer, in evaluation mode.
         image: a tensor (3, height, width) with values from 0 to 1, or anything that
             :func:`~vision_longformer.large.open_image` takes or has opened.
-        memory: what tokens, strips and windows may take, beside the model and the image: ``"2GB"``, or bytes.
+        memory: what tokens, strips and windows may take, beside the model and the image: ``"2GB"``, or bytes; None for
+            what is free.
         storage: a folder for the backbone's tokens; None for memory. A run that ended early is resumed from there; it
             is emptied at the end.
         progress: called with how many of how many multiplications are done, about.
     """
-    if not isinstance(model, RetinaNet | MaskRCNN):
-        raise ValueError(f"a {type(model).__name__} was not built by build_detector, and cannot be streamed")
+    if (reason := refuse_streaming(model)) is not None:
+        raise ValueError(reason)
+    assert isinstance(model, RetinaNet | MaskRCNN)
     backbone = detector_backbone(model)
-    check_model(backbone)
     source = InputRows(model.transform, image, next(model.parameters()).dtype)
     plan = Plan(model, source.shape[:2], in_memory=storage is None)
+    memory = plan.free_memory() if memory is None else memory
     side, total = plan.choose_side(memory), plan.backbone_work + plan.head_work
     kept = plan.work.kept
-    streamed = stream(
-        backbone, source, memory=memory, storage=storage, maps=kept, identity=source.identity,
-        progress=lambda now: progress(plan.backbone_work * now.done // now.total, total),
-    )  # fmt: skip
-    with torch.no_grad():
+    with torch.no_grad(), token_folder(storage) as folder:
+        streamed = stream(
+            backbone, source, memory=memory, storage=folder, maps=kept, identity=source.identity,
+            progress=lambda now: progress(plan.backbone_work * now.done // now.total, total),
+        )  # fmt: skip
         pyramid = PyramidWindows(model.backbone, [streamed.maps[stage] for stage in kept])
         run = _Run(model, pyramid, source, side, lambda share: progress(total - plan.head_work + share, total))
         detections = run.retinanet(threshold) if isinstance(model, RetinaNet) else run.mask_rcnn(threshold)
-    if storage is not None:
-        remove_tokens(Path(storage))
+        if folder is not None:
+            folder.close()
     return detections
+
+
+def refuse_streaming(model: nn.Module) -> str | None:
+    """Why a detector cannot be streamed, or None."""
+    if not isinstance(model, RetinaNet | MaskRCNN):  # an exported file
+        return f"a {type(model).__name__} was not built by build_detector, and cannot be streamed"
+    try:
+        check_model(detector_backbone(model))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 class InputRows:
@@ -166,6 +179,11 @@ class Plan:
             numbers = max(numbers, self.grids[len(self.config.stages) - 1].tokens * COPIES * self.config.channels)
         return FIXED + int(HEADROOM * numbers * self.computed.itemsize)
 
+    def free_memory(self) -> int:
+        """What tokens, in the machine's memory, and strips and windows, in that of the model, can take together."""
+        device = next(self.model.parameters()).device
+        return min(free_memory(torch.device("cpu")), free_memory(device) + self.work.token_bytes())
+
     def choose_side(self, memory: str | int) -> int:
         """Cells along a window, as many as the limit allows; refused if it does not allow any."""
         self.work.choose_rows(memory, beside=self.window_bytes(SIDES[-1]))
@@ -185,12 +203,9 @@ class Plan:
 
 def bytes_at_once(model: nn.Module, size: tuple[int, int]) -> int | None:
     """What a detector would need for an image of ``size`` (height, width) at once; None if it cannot be streamed."""
-    if not isinstance(model, RetinaNet | MaskRCNN):  # an exported file
+    if refuse_streaming(model) is not None:
         return None
-    try:
-        check_model(detector_backbone(model))
-    except ValueError:
-        return None
+    assert isinstance(model, RetinaNet | MaskRCNN)
     return Plan(model, model.transform.padded_size(*size)).whole_bytes(size)
 
 

@@ -36,7 +36,7 @@ def detect_predict(
 ) -> None:
     """Detect objects in images: print categories, scores and boxes, and draw pictures of them.
 
-    An image that would not fit the memory is streamed, to the same detections. With --tile, objects that the border of
+    An image that would not fit in memory is streamed, with the same detections. With --tile, objects that the border of
     a tile cuts are merged from the pieces in neighbouring tiles.
 
     Args:
@@ -48,14 +48,14 @@ def detect_predict(
         output: a folder to write each image to as NAME.png, with boxes, masks, names and scores.
         tile: side in pixels of the overlapping tiles in which to look at large images; whole images by default.
         scale: the factor by which images are resized, 1 for not at all; to the size of the training by default.
-        detections: the most objects that are found in an image; as in training by default.
-        proposals: the most places that Mask R-CNN looks at, or candidates of a level of RetinaNet; as in training by
-            default.
-        memory: what may be used beside the model and a decoded photo; what is free by default.
-        storage: a folder for the tokens of a streamed image, instead of memory; a run that was killed is resumed.
-        level: of a pyramid; 0 is the largest image.
+        detections: the maximum number of objects per image; as in training by default.
+        proposals: the maximum number of regions per image that Mask R-CNN classifies, or of candidates per level of
+            RetinaNet; as in training by default.
+        memory: memory limit, on top of the model and a decoded photo; what is free by default.
+        storage: a folder for the tokens of streamed images, instead of memory; a run that was killed is resumed.
+        level: level of a pyramid; 0 is the largest image.
         allow_large: decode a JPEG or PNG of any size; refused above 179 megapixels by default.
-        data: the data set in COCO's format that the images are of, for its image ids in the JSON; they are counted
+        data: the data set in COCO's format that the images belong to, for its image ids in the JSON; they are counted
             from 1 by default.
         overwrite: replace pictures that exist.
         json: print JSON in COCO's results format, with file and category added; boxes are [left, top, width, height].
@@ -79,10 +79,12 @@ def detect_predict(
     options: dict[str, Any] = {"memory": memory, "storage": storage, "level": level, "allow_large": allow_large}
     results: list[dict[str, Any]] = []
     small = 0
+    predictions = predict(
+        model, files, threshold=threshold, tile=tile, progress=lambda done, total: bar(done, total), **options
+    )
     for number, file, path in zip(ids, files, pictures, strict=True):
         with log_lines(), progress_bar(f"detecting in {file.name}") as bar:
-            one_file = predict(model, [file], threshold=threshold, tile=tile, progress=bar, **options)
-            (prediction,) = one_file
+            prediction = next(predictions)
         if path is not None:
             save_image(draw_detections(*prediction.picture(), names), path, overwrite=overwrite)
         if json:

@@ -32,8 +32,8 @@ def detect_train(
 
     Args:
         recipe: a name from 'vil detect recipes' or a .yaml file; own_objects with --data, else quickstart by default.
-        resume: resume the run in this directory; with --epochs, a finished run is trained on to so many in all.
-            With auto, resume the run that the same command has started before, or start it.
+        resume: resume the run in this directory; with --epochs, a finished run is trained further, to that many in
+            total. With auto, resume the run that the same command started before, or start a new one.
         output: the run directory, runs/detect-RECIPE-1 or the next free number by default.
         dry_run: print all settings, the schedule, and the estimated time and memory on this machine, without training.
     """
