@@ -33,7 +33,7 @@ from vision_longformer.detection.export import (
 from vision_longformer.errors import CheckpointError
 from vision_longformer.export.runtime import ExportedModel
 from vision_longformer.export.verify import Difference, ExportedFile, ExportError, compare
-from vision_longformer.export.writers import trace
+from vision_longformer.export.writers import SUFFIXES, trace
 from vision_longformer.models import zoo
 
 SIZE = (64, 90)
@@ -143,6 +143,7 @@ FILES = [
     pytest.param(("retinanet", "pt2"), marks=pytest.mark.slow),
     pytest.param(("mask_rcnn", "onnx"), marks=pytest.mark.slow),
     pytest.param(("mask_rcnn", "pt2"), marks=pytest.mark.slow),
+    *(pytest.param((detector, "openvino"), marks=pytest.mark.slow) for detector in DETECTORS),
 ]
 
 
@@ -153,7 +154,7 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("export")
     checkpoint = save_detector(small(detector), folder / "d.safetensors", info={"categories": CATEGORIES})
     export(str(checkpoint), format=format, size=SIZE)
-    return checkpoint, folder / f"d.{format}"
+    return checkpoint, folder / f"d{SUFFIXES[format]}"
 
 
 def test_a_file_in_place_of_the_checkpoint(files: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
@@ -240,8 +241,8 @@ def test_the_command_tells_what_becomes_of_images_of_other_shapes(
     assert lines[5].split() == ["photo", "2,", "384×384", "2.0e-07", "0.5"]
     assert lines[-1] == (
         "it takes images of 384×384; those of another shape are padded, so that scores differ slightly from the "
-        "checkpoint's. If yours have one shape, export with --size HEIGHTxWIDTH, their size when they are scaled to at "
-        "most 384 on the shorter and 512 on the longer side"
+        "checkpoint's. If all of yours have the same shape, export with --size HEIGHTxWIDTH: their size after scaling "
+        "to at most 384 on the shorter and 512 on the longer side"
     )
 
 
@@ -303,16 +304,17 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_an_onnx_file_finds_more_or_less(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["onnx", "openvino"])
+def test_a_file_finds_more_or_less(format: str, tmp_path: Path) -> None:
     model = small("mask_rcnn", score_threshold=0.85)
-    path = export_detector(model, tmp_path / "d.onnx", size=SIZE).path
+    path = export_detector(model, tmp_path / f"d{SUFFIXES[format]}", format=format, size=SIZE).path
     detector = load_exported_detector(path)
     assert [len(detect(detector, picture)["masks"]) for picture in (image(*SIZE), torch.zeros(3, *SIZE))] == [5, 0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("detector", DETECTORS)
-@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize("format", SUFFIXES)
 def test_detectors_on_vil_tiny(detector: str, format: str, tmp_path: Path) -> None:
     """At full width with one block per stage; scores are far apart, and twenty detections in every photo."""
     torch.manual_seed(0)
@@ -324,7 +326,7 @@ def test_detectors_on_vil_tiny(detector: str, format: str, tmp_path: Path) -> No
         nn.init.normal_(model.head.classification_head.cls_logits.weight, std=1)
     else:
         nn.init.normal_(model.roi_heads.box_predictor.cls_score.weight, std=0.05)
-    path = tmp_path / f"d.{format}"
+    path = tmp_path / f"d{SUFFIXES[format]}"
     exported = export_detector(model, path, format=format, size=(320, 320))
     assert len(exported.differences) == 2
     assert all(one.difference <= 1e-4 * one.largest for one in exported.differences)

@@ -15,6 +15,7 @@ from torch.export import Dim
 
 from vision_longformer import VisionLongformer
 from vision_longformer.classification.export import export_model
+from vision_longformer.cli.quantise import quantise as command
 from vision_longformer.errors import CheckpointError
 from vision_longformer.export import export_verified, load_exported
 from vision_longformer.export.quantise import quantise
@@ -33,10 +34,12 @@ class Scale(nn.Module):
         return images * self.factor, images.sum(1)
 
 
-def _export_scale(path: Path) -> Path:
+def _export_scale(path: Path, **metadata: str) -> Path:
     shapes = ({0: Dim("batch", min=1)},)
     names = {"input_names": ["images"], "output_names": ["scaled", "sums"], "dynamic_shapes": shapes}
-    export_verified(Scale().eval(), [(torch.ones(2, 3),)], path, format="openvino", metadata=METADATA, **names)
+    export_verified(
+        Scale().eval(), [(torch.ones(2, 3),)], path, format="openvino", metadata={**METADATA, **metadata}, **names
+    )
     return path
 
 
@@ -86,6 +89,20 @@ def test_bf16_rounds_the_weights(tmp_path: Path) -> None:
     exported = load_exported(small)
     assert exported.metadata == {**METADATA, "precision": "bf16"}
     assert exported(torch.eye(2)).flatten().tolist() == pytest.approx([1 + 1 / 1024, 1 + 1 / 64 + 1 / 1024], abs=5e-3)
+
+
+@pytest.mark.parametrize("kind", ["detector", "backbone"])
+def test_what_is_no_classifier_is_refused_before_images_are_read(kind: str, tmp_path: Path) -> None:
+    """int8 in OpenVINO, with data or without, and a comparison on data; bf16 without data goes on."""
+    path = str(_export_scale(tmp_path / "other.xml", kind=kind))
+    for data in (None, "nowhere"):
+        with pytest.raises(ValueError, match=rf"other\.xml is a {kind}, and int8 in OpenVINO is for classifiers only; "
+                                             r"give --to bf16, or the \.onnx file"):  # fmt: skip
+            command(path, to="int8", data=data)
+    with pytest.raises(ValueError, match=rf"is a {kind}, and --data compares classifiers only; leave it out"):
+        command(path, to="bf16", data="nowhere")
+    command(path, to="bf16")
+    assert (tmp_path / "other_bf16.xml").exists()
 
 
 def test_neither_file_is_overwritten(tmp_path: Path) -> None:

@@ -143,6 +143,17 @@ def test_the_command(compared: Comparison, exported: Path, tmp_path: Path, capsy
     assert f"{compared.changed} of 1000 predictions changed" in printed
 
 
+def test_bf16_by_openvino_needs_no_images_for_calibration(
+    trained: tuple[VisionLongformer, Preprocessing], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Data without a split "train" are enough."""
+    images, labels = np.zeros((10, 28, 28), np.uint8), np.arange(10)
+    np.savez(tmp_path / "own.npz", validation_x=images, validation_y=labels, classes=np.array(FASHION_MNIST_CLASSES))
+    path = _export(trained, tmp_path / "garments.xml", format="openvino")
+    command(str(path), to="bf16", data=str(tmp_path / "own.npz"), workers=0)
+    assert " of 10 predictions changed" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_int8_by_openvino(trained: tuple[VisionLongformer, Preprocessing], tmp_path: Path) -> None:
     """Calibrated on images of the split that it is not measured on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import onnx
@@ -55,14 +56,37 @@ def test_files_that_are_no_exported_models(tmp_path: Path) -> None:
         load_exported(tmp_path / "photo.png")
 
 
-def test_an_operator_that_the_runtime_does_not_know(tmp_path: Path) -> None:
-    """The operator is named, and what to do."""
-    value = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy"]
-    node = onnx.helper.make_node("Telepathy", ["x"], ["y"], "node_7", domain="elsewhere")
+@pytest.mark.parametrize(
+    ("operator", "domain", "dtype", "said"),
+    [
+        ("Telepathy", "", onnx.TensorProto.FLOAT, "Telepathy of node node_7"),
+        ("Telepathy", "elsewhere", onnx.TensorProto.FLOAT, "elsewhere:Telepathy"),
+        ("Sin", "", onnx.TensorProto.BFLOAT16, "Sin(22) of node node_7"),
+    ],
+)
+def test_an_operator_that_onnxruntime_does_not_know(
+    operator: str, domain: str, dtype: int, said: str, tmp_path: Path
+) -> None:
+    """The operator is named, and its node where onnxruntime names it; and what to do."""
+    value = [onnx.helper.make_tensor_value_info(name, dtype, [1]) for name in "xy"]
+    node = onnx.helper.make_node(operator, ["x"], ["y"], "node_7", domain=domain)
     graph = onnx.helper.make_graph([node], "graph", value[:1], value[1:])
     opsets = [onnx.helper.make_opsetid("elsewhere", 1), onnx.helper.make_opsetid("", 23)]
     onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "strange.onnx")
-    with pytest.raises(
-        CheckpointError, match=r"does not know an operator of .*strange\.onnx \(.*Telepathy.*\); update it"
-    ):
+    message = rf"does not know an operator of .*strange\.onnx \({re.escape(said)}\); update it"
+    with pytest.raises(CheckpointError, match=message):
         load_exported(tmp_path / "strange.onnx")
+
+
+@pytest.mark.parametrize(("opset", "said"), [("opset1", "Telepathy"), ("elsewhere", "Telepathy of node node_7")])
+def test_an_operator_that_openvino_does_not_know(opset: str, said: str, tmp_path: Path) -> None:
+    """OpenVINO names the node of an unknown set of operators only."""
+    openvino = pytest.importorskip("openvino")
+    operators, path = pytest.importorskip("openvino.opset13"), tmp_path / "strange.xml"
+    images = operators.parameter([1], dtype=openvino.Type.f32, name="images")
+    openvino.save_model(openvino.Model([operators.relu(images, name="node_7")], [images], "strange"), path)
+    text = path.read_text()
+    assert text.count('type="ReLU" version="opset1"') == 1
+    path.write_text(text.replace('type="ReLU" version="opset1"', f'type="Telepathy" version="{opset}"'))
+    with pytest.raises(CheckpointError, match=rf"does not know an operator of .*strange\.xml \({said}\); update it"):
+        load_exported(path)

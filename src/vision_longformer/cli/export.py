@@ -37,8 +37,8 @@ def export(
         format: onnx, for onnxruntime and others; openvino, as .xml with a .bin file beside it; or pt2, for
             torch.export.load.
         size: height and width of images as 480x640, or one number for a square; as in training by default. A detector's
-            default is a square, in which images are padded; its checkpoint's results for images of one shape need the
-            size that it scales them to.
+            default is a square, to which images are padded; to get its checkpoint's results for images of one shape,
+            give the size that it scales them to.
         dynamic: accept images of any height and width instead.
         backbone: output the feature maps of all stages instead of classes.
         overwrite: replace an existing file.
@@ -97,8 +97,8 @@ def _padding_note(metadata: Mapping[str, Any]) -> str:
     shorter = f"{least} on the shorter and " if least < most else ""
     return (
         f"it takes images of {size_text(metadata['size'])}; those of another shape are padded, so that scores differ "
-        "slightly from the checkpoint's. If yours have one shape, export with --size HEIGHTxWIDTH, their size when "
-        f"they are scaled to at most {shorter}{most} on the longer side"
+        "slightly from the checkpoint's. If all of yours have the same shape, export with --size HEIGHTxWIDTH: "
+        f"their size after scaling to at most {shorter}{most} on the longer side"
     )
 
 

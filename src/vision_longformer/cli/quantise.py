@@ -34,7 +34,7 @@ def quantise(
         output: the file to write, as MODEL_int8.onnx by default.
         to: int8 or bf16.
         data: images on which to compare both files of a classifier, given as to 'vil evaluate'; none by default. int8
-            in OpenVINO needs them, and first takes 256 of the split "train" to find the ranges of its numbers.
+            in OpenVINO, for classifiers only, needs them, and is first calibrated on 256 images of the split "train".
         split: name of the split.
         batch_size: images per batch.
         workers: data-loading processes.
@@ -43,8 +43,10 @@ def quantise(
     from ..export.quantise import quantise as quantise_file
     from ..export.runtime import file_bytes
 
-    calibration = []
-    if Path(model).suffix == ".xml" and data is not None:
+    calibration, calibrated = [], to == "int8" and Path(model).suffix == ".xml"
+    if calibrated or data is not None:
+        _check_classifier(model, calibrated)
+    if calibrated and data is not None:
         from ..classification.export import calibration_batches
 
         calibration = calibration_batches(model, data, workers=workers)
@@ -59,6 +61,20 @@ def quantise(
                 model, path, data, split, batch_size=batch_size, workers=workers, progress=progress
             )
         _print_comparison(comparison, f"{data}, {split}")
+
+
+def _check_classifier(model: str, calibrated: bool) -> None:
+    """Refuse other models where images are needed, ``calibrated`` or compared, before any is read."""
+    from ..export.runtime import load_exported
+
+    kind = load_exported(model).metadata["kind"]
+    if kind == "classifier":
+        return
+    if calibrated:
+        raise ValueError(
+            f"{model} is a {kind}, and int8 in OpenVINO is for classifiers only; give --to bf16, or the .onnx file"
+        )
+    raise ValueError(f"{model} is a {kind}, and --data compares classifiers only; leave it out")
 
 
 def _print_comparison(comparison: Comparison, data: str) -> None:

@@ -48,7 +48,7 @@ SMALLEST_OBJECT = 1e-2
 """Sides, in pixels, below which Mask R-CNN counts a box as empty."""
 
 OUTSIDE = [[-2.0, -2.0, -1.0, -1.0], [-4.0, -4.0, -3.0, -3.0]]
-"""Boxes that always remain, and as the last: torchvision tells ``torch.export`` that two at least will."""
+"""Boxes that always remain, and are dropped again: torchvision tells ``torch.export`` that two at least will."""
 
 Maps = dict[str, Tensor]
 
@@ -88,7 +88,8 @@ class DetectorGraph(nn.Module):
         apart = groups[candidates, None] * float(max(self.size) + 1)
         moved = torch.cat([boxes[candidates] + apart, boxes.new_tensor(OUTSIDE)])
         ranked = torch.cat([scores[candidates], scores.new_full((len(OUTSIDE),), -1)])
-        return candidates[nms(moved, ranked, overlap)[: -len(OUTSIDE)]]
+        remaining = nms(moved, ranked, overlap)
+        return candidates[remaining[remaining < candidates.shape[0]]]
 
 
 class RetinaNetGraph(DetectorGraph):
@@ -122,8 +123,8 @@ class MaskRCNNGraph(DetectorGraph):
         boxes, labels, scores = self._objects(maps, self._regions(list(maps.values()), images))
         heads = self.model.roi_heads
         masks = heads.mask_predictor(heads.mask_head(heads.mask_roi_pool(maps, [boxes], [self.size])))
-        own = labels[:, None, None, None].expand(-1, 1, *masks.shape[2:])
-        return boxes, labels, scores, masks.gather(1, own).sigmoid()
+        own = torch.arange(labels.shape[0]) * masks.shape[1] + labels
+        return boxes, labels, scores, masks.flatten(0, 1)[own, None].sigmoid()
 
     def _regions(self, levels: list[Tensor], images: ImageList) -> Tensor:
         """Boxes (n, 4) that may hold something."""
@@ -189,7 +190,7 @@ def export_detector(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ExportedFile:
-    """Write a detector as one ``.onnx`` or ``.pt2`` file, and compare the detections of both in photos.
+    """Write a detector as an ``.onnx``, ``.xml`` or ``.pt2`` file, and compare the detections of both in photos.
 
     The file takes one float32 image (3, height, width) with values from 0 to 1 and gives the outputs of
     :class:`DetectorGraph`. Images of other sizes are to be resized to fit, and padded at the bottom and on the right
@@ -197,8 +198,8 @@ def export_detector(
 
     Args:
         model: a detector of ``build_detector``.
-        path: where to write; the name must end in .onnx or .pt2.
-        format: onnx, for onnxruntime and others, or pt2, for ``torch.export.load``.
+        path: where to write; the name must end in .onnx, .xml or .pt2.
+        format: onnx, for onnxruntime and others, openvino, or pt2, for ``torch.export.load``.
         size: height and width of the image; a square of the model's ``min_size`` if None.
         info: further JSON data for the file's metadata, such as the categories.
         overwrite: replace an existing file.
@@ -337,7 +338,7 @@ def open_detector(path: str | Path, **settings: Any) -> Detector:
 
 
 def load_exported_detector(path: str | Path) -> ExportedDetector:
-    """The detector of a ``.onnx`` or ``.pt2`` file."""
+    """The detector of an ``.onnx``, ``.xml`` or ``.pt2`` file."""
     model = load_exported(path)
     model_type = model.metadata["kind"]
     if model_type != "detector":

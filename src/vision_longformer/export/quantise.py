@@ -72,7 +72,7 @@ def _check_source(path: Path, to: str, calibration: Sequence[Tensor]) -> None:
     if find_spec("nncf") is None:
         raise ValueError("int8 in OpenVINO needs nncf; install with: pip install 'vision-longformer[openvino]'")
     if not calibration:
-        raise ValueError("int8 in OpenVINO needs images to find the range of each layer's inputs; give --data DATA")
+        raise ValueError("int8 in OpenVINO needs images for calibration; give --data DATA")
 
 
 def _openvino_int8(path: Path, calibration: Sequence[Tensor]) -> Any:

@@ -192,7 +192,7 @@ def _rows_of_heads(heads: Any) -> Any:
     import openvino.opset13 as operators
 
     node = heads.get_node()
-    if node.get_type_name() != "Transpose" or tuple(node.input_value(1).get_node().get_data()) != TO_HEADS:
+    if _permutation(node) != TO_HEADS:
         return None
     return operators.reshape(node.input_value(0), [0, 0, -1], True)
 
@@ -201,12 +201,10 @@ def _embed_patches(convolution: Any) -> None:
     """Rows (B, n, dim) from a product, where a convolution of whole patches has a bias added and gives them."""
     import openvino.opset13 as operators
 
-    add = _only_user(convolution)
-    rows = None if add is None else _as_tokens(add)
-    image, weight = convolution.input_value(0), convolution.input_value(1).get_node()
-    if rows is None or weight.get_type_name() != "Constant" or not _of_whole_patches(convolution, image):
+    add, image = _only_user(convolution), convolution.input_value(0)
+    kernel, rows = _constant_input(convolution, 1), _as_tokens(add)
+    if kernel is None or rows is None or not _of_whole_patches(convolution, image):
         return
-    kernel = weight.get_data()
     dim, channels, patch, _ = kernel.shape
     height, width = (side.get_length() // patch for side in list(image.get_partial_shape())[2:])
     tokens = _tokens_of(image.get_node())
@@ -218,13 +216,13 @@ def _embed_patches(convolution: Any) -> None:
         source, kernel = tokens, kernel.transpose(0, 2, 3, 1).reshape(dim, -1)
     patches = operators.transpose(operators.reshape(source, split, True), order)
     patches = operators.reshape(patches, [0, height * width, kernel.shape[1]], True)
-    bias = add.input_value(1).get_node().get_data().reshape(1, 1, dim)
     product = operators.matmul(patches, operators.constant(np.ascontiguousarray(kernel.T)), False, False)
-    rows.output(0).replace(operators.add(product, operators.constant(bias)).output(0))
+    bias = operators.constant(_constant_input(add, 1).reshape(1, 1, dim))
+    rows.output(0).replace(operators.add(product, bias).output(0))
 
 
 def _of_whole_patches(convolution: Any, image: Any) -> bool:
-    """Whether a convolution without padding steps by the side of its kernel, a square that divides the image's sides."""
+    """Whether a convolution without padding steps by its kernel's side, a square that divides the image's sides."""
     _, _, *kernel = convolution.input_value(1).get_partial_shape()
     attributes, shape = convolution.get_attributes(), image.get_partial_shape()
     patch = kernel[0].get_length()
@@ -237,23 +235,29 @@ def _of_whole_patches(convolution: Any, image: Any) -> bool:
 
 
 def _as_tokens(add: Any) -> Any:
-    """The transposition of a map (B, dim, h, w), the result of adding a constant, to (B, h · w, dim); None for others."""
-    reshape = _only_user(add) if add.get_type_name() == "Add" else None
-    bias = add.input_value(1).get_node()
-    if reshape is None or reshape.get_type_name() != "Reshape" or bias.get_type_name() != "Constant":
+    """The transposition to (B, h · w, dim) of a map (B, dim, h, w) that is the sum with a constant; None for others."""
+    if add is None or add.get_type_name() != "Add" or _constant_input(add, 1) is None:
         return None
-    transpose = _only_user(reshape)
-    return transpose if transpose is not None and _swaps_last(transpose) else None
+    reshape = _only_user(add)
+    transpose = None if reshape is None or reshape.get_type_name() != "Reshape" else _only_user(reshape)
+    return transpose if transpose is not None and _permutation(transpose) == (0, 2, 1) else None
 
 
 def _tokens_of(reshape: Any) -> Any:
     """The tokens (B, h · w, channels) that are transposed and reshaped to a map; None for an image."""
     before = reshape.input_value(0).get_node() if reshape.get_type_name() == "Reshape" else reshape
-    return before.input_value(0) if _swaps_last(before) else None
+    return before.input_value(0) if _permutation(before) == (0, 2, 1) else None
 
 
-def _swaps_last(node: Any) -> bool:
-    return node.get_type_name() == "Transpose" and list(node.input_value(1).get_node().get_data()) == [0, 2, 1]
+def _permutation(node: Any) -> tuple[int, ...] | None:
+    order = _constant_input(node, 1) if node.get_type_name() == "Transpose" else None
+    return None if order is None else tuple(map(int, order))
+
+
+def _constant_input(node: Any, index: int) -> Any:
+    """The numbers of an input of a node of OpenVINO, if they are constant."""
+    source = node.input_value(index).get_node()
+    return source.get_data() if source.get_type_name() == "Constant" else None
 
 
 def _only_user(node: Any) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +60,7 @@ def load_exported(path: str | Path) -> ExportedModel:
         raise
     except Exception as error:  # readers of damaged files raise nearly anything
         reason = first_line(error)
-        if unknown := UNKNOWN_OPERATOR.search(str(error)):
-            operator = ", ".join(part for part in unknown.groups() if part)
+        if operator := _unknown_operator(str(error)):
             raise CheckpointError(
                 f"the installed runtime of {path.suffix} files does not know an operator of {path} ({operator}); "
                 "update it, or export in another format: onnx, openvino or pt2"
@@ -94,12 +95,34 @@ def _load_onnx(path: Path) -> ExportedModel:
 
 def _load_pt2(path: Path) -> ExportedModel:
     texts = {METADATA_FILE: ""}
-    module = torch.export.load(path, extra_files=texts).module()
+    with _parsing_sizes_once():
+        module = torch.export.load(path, extra_files=texts).module()
 
     def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return as_tuple(module(*inputs))
 
     return ExportedModel(run, decode_metadata(json.loads(texts[METADATA_FILE] or "{}"), path))
+
+
+@contextmanager
+def _parsing_sizes_once() -> Iterator[None]:
+    """torch parses the expression of a symbolic size for each tensor that has it, ten times on average in ViL-Tiny."""
+    from sympy import Symbol
+    from torch._export.serde.serialize import GraphModuleDeserializer
+
+    parse = GraphModuleDeserializer._parse_sym_expr
+
+    def parse_once(self: Any, text: Any, hint: Any = None) -> Any:
+        parsed = self.__dict__.setdefault("_parsed_sizes", {})
+        if text not in parsed:
+            size = parse(self, text, hint)
+            if isinstance(size, Symbol):  # its first occurrence may have no hint
+                return size
+            parsed[text] = size
+        return parsed[text]
+
+    with patch.object(GraphModuleDeserializer, "_parse_sym_expr", parse_once):
+        yield
 
 
 @cache
@@ -127,13 +150,22 @@ def _load_openvino(path: Path) -> ExportedModel:
     return ExportedModel(run, metadata)
 
 
-UNKNOWN_OPERATOR = re.compile(
-    r"implementation for (\w+\(\d+\)) node with name '([^']*)'"  # onnxruntime
-    r"|(\S+)\(-?\d+\) is not a registered function/op"  # onnxruntime, of another domain
-    r"|not support the following ONNX operations: ([^\n]*)"  # OpenVINO
-    r"|Cannot create (\S+) layer"  # OpenVINO
+UNKNOWN_OPERATOR = (
+    r"implementation for (?P<operator>\w+\(\d+\)) node with name '(?P<node>[^']*)'",  # onnxruntime, of these types
+    r"In Node, \(\"(?P<node>[^\"]*)\", .* No Op registered for (?P<operator>\w+)",  # onnxruntime
+    r"(?P<operator>\S+)\(-?\d+\) is not a registered function/op",  # onnxruntime, of another domain
+    r"Opset \w+ doesn't contain the operation with type: (?P<operator>\w+)",  # OpenVINO
+    r"Cannot create (?P<operator>\S+) layer (?P<node>.*) id:",  # OpenVINO, of another opset
 )
-"""What runtimes say of an operator that they do not know: its name, and perhaps that of the node."""
+"""What runtimes say of an operator that they do not know: its name, and most of them that of the node."""
+
+
+def _unknown_operator(message: str) -> str:
+    """``Sin(22) of node node_9``, or without the node; empty if the error is another."""
+    found = next(filter(None, (re.search(pattern, message) for pattern in UNKNOWN_OPERATOR)), None)
+    names = {} if found is None else found.groupdict()
+    return " of node ".join(filter(None, (names.get("operator"), names.get("node"))))
+
 
 LOADERS: dict[str, Callable[[Path], ExportedModel]] = {".onnx": _load_onnx, ".pt2": _load_pt2, ".xml": _load_openvino}
 """What reads a file, by the end of its name."""
