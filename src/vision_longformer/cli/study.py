@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import check_at_least, check_choice
 from .output import print_json, print_line, print_table
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def study(
 ) -> None:
     """Run one of the paper's comparisons, or all: every row of it with several seeds.
 
-    What will be run and what it costs is listed first. Runs that are done are not done again, those that were
-    interrupted resume, one that fails leaves a hole in the table. 'vil study show' prints the results that come with
+    What will be run and what it costs is listed first. Finished runs are not repeated, interrupted ones
+    resume, and one that fails leaves a gap in the table. 'vil study show' prints the results that come with
     the package.
 
     Args:
@@ -48,31 +49,32 @@ def study(
         scale: small, for minutes on a CPU; imagenet or coco, the paper's recipes.
         seeds: runs of each row.
         jobs: runs at a time; the processor's threads are divided among them.
-        data: CIFAR-10 (cifar10.npz by default), ImageNet or COCO; the built-in garments need none.
+        data: CIFAR-10 (cifar10.npz by default), ImageNet or COCO; the built-in garments need none. Results that come
+            with the package count only for the data that they were made with.
         output: folder of the runs and their results.
         executor: local, or slurm for the jobs of a cluster.
-        slurm: what the jobs of a cluster ask for, as in slurm_partition=gpu,gpus_per_node=8,tasks_per_node=8.
-        fresh: do again what comes with the package as a result.
+        slurm: options of the cluster's jobs, as in slurm_partition=gpu,gpus_per_node=8,tasks_per_node=8.
+        fresh: repeat runs whose results come with the package.
         dry_run: list what would be run and its cost, and stop.
     """
-    from ..errors import check_choice
     from ..studies.planning import plan
     from ..studies.runner import open_store
 
     check_choice("executor", executor, EXECUTORS)
+    check_at_least("jobs", jobs, 1)
     if slurm is not None and executor != "slurm":
         raise ValueError("--slurm is for --executor slurm")
     store, folder = open_store(Path(output), scale, fresh=fresh), Path(output)
     complete = True
-    for one in _find_studies(name, scale):
+    for one in _find_studies(name, scale, data):
         runs = plan(one, scale, seeds, store)
-        _print_plan(one, scale, runs, store, data, jobs)
+        _print_plan(one, scale, runs, store, jobs)
         if dry_run:
             continue
         try:
             with _executor(executor, slurm, jobs, folder) as submit:
                 parent = os.getpid() if executor == "local" else None
-                complete &= _run(one, scale, runs, store, folder, submit, data, parent)
+                complete &= _run(one, scale, runs, store, folder, submit, parent)
         except KeyboardInterrupt:
             print(f"interrupted; the same command resumes what is in {output}", file=sys.stderr)
             raise
@@ -81,7 +83,13 @@ def study(
 
 
 def study_show(
-    name: str | None = None, /, *, scale: str = "small", output: str | None = None, json: bool = False
+    name: str | None = None,
+    /,
+    *,
+    scale: str = "small",
+    output: str | None = None,
+    data: str | None = None,
+    json: bool = False,
 ) -> None:
     """Print the table of a study from the results that come with the package.
 
@@ -89,13 +97,14 @@ def study_show(
         name: a study; all that have results by default.
         scale: small, imagenet or coco.
         output: a folder of 'vil study', whose results are shown, too.
+        data: the data of those results, if it was given to 'vil study'.
         json: print JSON.
     """
     from ..studies.report import report
     from ..studies.results import STORED, ResultStore, comment
 
     store = ResultStore.read([STORED, *([Path(output)] if output else [])], scale)
-    tables = [report(one, scale, store) for one in _find_studies(name, scale)]
+    tables = [report(one, scale, store) for one in _find_studies(name, scale, data)]
     if name is None:
         tables = [table for table in tables if any(row.runs for row in table.rows)]
     if json:
@@ -107,29 +116,26 @@ def study_show(
             print_line("\n" + comment(table.study.name))
 
 
-def _find_studies(name: str | None, scale: str) -> list[Study]:
-    """The one that is named, or all that have a scale."""
-    from ..errors import check_choice
+def _find_studies(name: str | None, scale: str, data: str | None) -> list[Study]:
+    """The one that is named, or all that have a scale, on the data that is given."""
     from ..studies.catalogue import STUDY_NAMES, find_study
     from ..studies.declaration import SCALES
 
     check_choice("scale", scale, SCALES)
     if name is None:
-        return [one for one in map(find_study, STUDY_NAMES) if scale in one.scales]
-    one = find_study(name)
+        return [one.with_data(data) for one in map(find_study, STUDY_NAMES) if scale in one.scales]
+    one = find_study(name).with_data(data)
     one.check_scale(scale)
     return [one]
 
 
-def _print_plan(
-    study: Study, scale: str, runs: Sequence[PlannedRun], store: ResultStore, data: str | None, jobs: int
-) -> None:
+def _print_plan(study: Study, scale: str, runs: Sequence[PlannedRun], store: ResultStore, jobs: int) -> None:
     """Rows with what a run of each costs, and what is to be done."""
     from ..studies.planning import study_costs
     from ..training.callbacks import counted, duration
 
     print_line(f"{study.name}: {study.about}")
-    costs = study_costs(study, scale, store, data)
+    costs = study_costs(study, scale, store)
     cells, total, unknown = [], 0.0, 0
     for row in study.rows:
         own = [run for run in runs if run.row is row]
@@ -144,7 +150,7 @@ def _print_plan(
         numbers = [
             f"{cost.parameters / 1e6:.2f}",
             f"{cost.macs / 1e6:,.1f}",
-            f"{cost.flops / 1e15:,.{0 if cost.flops > 1e17 else 4}f}",
+            "–" if cost.flops is None else f"{cost.flops / 1e15:,.{0 if cost.flops > 1e17 else 4}f}",
         ]
         cells.append([row.name, *numbers, time_text, todo])
         total, unknown = total + due * (cost.seconds or 0), unknown + due * (cost.seconds is None)
@@ -182,7 +188,6 @@ def _run(
     store: ResultStore,
     folder: Path,
     submit: Submit,
-    data: str | None,
     parent: int | None,
 ) -> bool:
     """Run what is due, with a line for each, and print the table; whether it has no holes."""
@@ -193,15 +198,16 @@ def _run(
     from ..studies.runner import run_study
     from ..training.callbacks import duration
 
-    due, failures, start = sum(run.is_due for run in runs), {}, time.monotonic()
-    problem = missing_data(study, scale, data) if due else ""
-    if problem:
-        failures = {run.row.name: problem for run in runs if run.is_due}
-        runs = []
-    outcomes = run_study(study, scale, runs, output=folder, submit=submit, store=store, data=data, parent=parent)
+    runs = [run for run in runs if run.is_due]
+    failures = missing_data(study, scale) if runs else {}
+    failures = {run.row.name: failures[run.row.name] for run in runs if run.row.name in failures}
+    runs = [run for run in runs if run.row.name not in failures]
+    due, start = len(runs), time.monotonic()
+    outcomes = run_study(study, scale, runs, output=folder, submit=submit, store=store, parent=parent)
     for number, outcome in enumerate(outcomes, 1):
         if outcome.result is None:
-            failures[outcome.run.row.name] = text = f"seed {outcome.run.seed}: {outcome.failure}"
+            row, text = outcome.run.row.name, f"seed {outcome.run.seed}: {outcome.failure}"
+            failures[row] = "; ".join([failures[row], text] if row in failures else [text])
         else:
             metrics = outcome.result.metrics
             text = ", ".join(f"{measure_title(name)} {metrics[name]:.2f}%" for name in study.measures)

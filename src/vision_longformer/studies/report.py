@@ -115,7 +115,7 @@ def table_columns(study: Study) -> list[str]:
     """Titles of the columns of :func:`table_cells`."""
     columns = ["row"]
     for name in study.measures:
-        columns += [f"{measure_title(name)}, %", f"± {CONFIDENCE:.0%} to baseline"]
+        columns += [f"{measure_title(name)}, %", f"vs baseline ({CONFIDENCE:.0%} CI)"]
     paper = ["paper"] if any(row.paper is not None for row in study.rows) else []
     return [*columns, "seeds", *paper, "M parameters", "M MACs", "training, min", "memory, MB"]
 
@@ -168,8 +168,8 @@ def notes(table: Report) -> list[str]:
     lines = [
         "Mean ± standard deviation over seeds; differences to the baseline are paired by seed, with a "
         f"{CONFIDENCE:.0%} confidence interval by Student's t. Training time is "
-        + ("the clock's" if gpu else "processor time")
-        + ", memory what training took over model and data at its highest."
+        + ("elapsed time" if gpu else "processor time")
+        + "; memory is the peak that training took on top of model and data."
     ]
     if table.study.task == "detection":
         lines.append("MACs are those of the backbone.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..files import write_json
+from .catalogue import STUDY_NAMES, find_study
 from .declaration import Row, Study, compared_settings
 
 STORED = Path(__file__).parent / "results"
@@ -106,11 +107,19 @@ def _run_data(result: RunResult) -> dict[str, Any]:
 def _read(path: Path) -> Iterator[RunResult]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+        known = _shipped_data(data) if path.is_relative_to(STORED) else {}
         for row in data["rows"].values():
             for run in row["runs"]:
-                yield RunResult(settings=row["settings"], **run)
+                yield RunResult(settings={**known, **row["settings"]}, **run)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} does not hold results of a study ({error}); delete it, or restore it") from error
+
+
+def _shipped_data(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The data that results of the package were made with, if they do not say: that which their study declares."""
+    if stored["study"] not in STUDY_NAMES:
+        return {}
+    return {"data": find_study(stored["study"]).scales[stored["scale"]]["data"]}
 
 
 def comment(name: str) -> str:

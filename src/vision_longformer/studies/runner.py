@@ -57,39 +57,34 @@ def run_study(
     output: Path,
     submit: Submit,
     store: ResultStore,
-    data: str | None = None,
     parent: int | None = None,
 ) -> Iterator[Outcome]:
     """Run those that are due, and yield each when it has ended; results are in ``output`` before that."""
     due = [run for run in runs if run.is_due]
-    jobs = [_prepare(study, scale, run, output, data, parent) for run in due]
     with _locked(output / scale / study.name):
+        jobs = [_prepare(study, scale, run, output, parent) for run in due]
         waiting = dict(zip(submit(jobs), zip(due, jobs, strict=True), strict=True))
         while waiting:
             for handle in [handle for handle in waiting if handle.done()]:
                 run, job = waiting.pop(handle)
                 error = handle.exception()
-                result = read_result(job) if job.result_file.exists() else None
+                if job.result_file.exists():
+                    store.add(read_result(job))
+                result = store.find(study, run.row, scale, run.seed)
                 if result is not None:
-                    store.add(result)
                     store.write(study, scale, output)
                 yield Outcome(run, result, "" if result else str(error or "it ended without a result"))
             time.sleep(POLL_SECONDS)
 
 
-def _prepare(study: Study, scale: str, run: PlannedRun, output: Path, data: str | None, parent: int | None) -> Job:
+def _prepare(study: Study, scale: str, run: PlannedRun, output: Path, parent: int | None) -> Job:
     """The job of a run, its recipe written beside its directory."""
     directory = (output / scale / study.name / f"{run.row.slug}-{run.seed}").resolve()
     job = Job(study.task, run.seed, str(directory), study.measures, study.sizes, parent)
-    settings = study.settings(run.row, scale, run.seed, data and _absolute(data))
+    settings = study.settings(run.row, scale, run.seed)
     with atomic_write(job.recipe_file, overwrite=True) as temporary:
         temporary.write_text(to_yaml(settings), encoding="utf-8")
     return job
-
-
-def _absolute(data: str) -> str:
-    """A path from the root, whatever folder a job runs in; other data by name."""
-    return str(Path(data).resolve()) if Path(data).exists() else data
 
 
 @contextmanager
