@@ -91,7 +91,7 @@ def test_npz_without_names_and_splits(tmp_path: Path) -> None:
         ({"train_x": np.zeros((4, 8, 8))}, r"are float64 of shape \(4, 8, 8\); they should be uint8"),
         ({"train_x": np.zeros((4, 8, 8, 2), np.uint8)}, r"of shape \(4, 8, 8, 2\); they should be uint8"),
         ({"train_x": np.zeros((0, 8, 8), np.uint8), "train_y": np.zeros(0, int)}, "holds no images"),
-        ({"train_y": np.array([None] * 4)}, "pickle"),
+        ({"train_y": np.array([None] * 4)}, r"bad.npz is not a valid .npz file \(Object arrays cannot be loaded"),
     ],
 )
 def test_bad_arrays(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) -> None:
@@ -211,7 +211,7 @@ def test_files_that_are_not_what_they_seem(tmp_path: Path) -> None:
     for suffix in ("npz", "tar", "zip"):
         path = tmp_path / f"text.{suffix}"
         path.write_text("text" * 500)
-        with pytest.raises(ValueError, match=rf"text.{suffix} is not a valid .{suffix} file|pickle"):
+        with pytest.raises(ValueError, match=rf"text.{suffix} is not a valid .{suffix} file"):
             open_source(str(path), "train")
     with pytest.raises(ValueError, match="has no arrays train_x and train_y, only images"):
         open_source(str(write_npz(tmp_path / "other.npz", images=np.zeros(1))), "train")

@@ -233,7 +233,9 @@ def npz_source(path: Path, split: str, classes: Sequence[str] | None = None) -> 
             images, labels = arrays[f"{prefix}x"], arrays[f"{prefix}y"]
             if "classes" in arrays.files:
                 classes = tuple(map(str, arrays["classes"]))
-    except (zipfile.BadZipFile, EOFError, OSError) as error:
+    except NoSplitError:
+        raise
+    except (zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
         raise ValueError(f"{path} is not a valid .npz file ({error})") from error
     return ArraySource(images, labels, classes, f"{path} ({split})")
 
