@@ -283,8 +283,8 @@ def test_a_run_that_skips_bad_images_is_evaluated_as_it_was_trained(
         ("detect evaluate cifar10_nano --data {data}", "is a classifier, which is for 'vil predict' and"),
         ("detect predict {run}-1 {image}", "there is no file or run directory {run}-1; did you mean {run}?"),
         ("detect train --resume {run}-1", "there is no directory {run}-1; did you mean {run}?"),
-        ("detect train {data}", "{data} is no recipe; did you mean --data {data}?"),
-        ("train {data}", "{data} is no recipe; did you mean --data {data}?"),
+        ("detect train {data}", "{data} is not a recipe; did you mean --data {data}?"),
+        ("train {data}", "{data} is not a recipe; did you mean --data {data}?"),
     ],
 )
 def test_mistakes_with_runs_and_folders(

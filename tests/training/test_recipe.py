@@ -340,7 +340,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("base", ["mine.yaml", "../{folder}/mine.yaml"])
 def test_a_chain_that_never_ends(base: str, tmp_path: Path) -> None:
     path = _written(tmp_path, "base: " + base.format(folder=tmp_path.name))
-    with pytest.raises(ValueError, match="has itself for its base"):
+    with pytest.raises(ValueError, match="is its own base"):
         load_recipe(ClassificationRecipe, path)
 
 

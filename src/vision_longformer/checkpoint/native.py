@@ -219,9 +219,11 @@ def _from_hub(name: str) -> Path:
         info = HfApi().model_info(repo, revision=revision or None, timeout=TIMEOUT)
         return Path(hf_hub_download(repo, WEIGHTS, revision=info.sha))
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise FileNotFoundError(f"the hub has no model {name}, or not for you; 'hf auth login' lets you in") from error
+        raise FileNotFoundError(
+            f"the hub has no model {name}, or you have no access to it; log in with 'hf auth login'"
+        ) from error
     except EntryNotFoundError as error:
-        raise FileNotFoundError(f"{name} on the hub has no {WEIGHTS}, so it is no model of ours") from error
+        raise FileNotFoundError(f"{name} on the hub has no {WEIGHTS}, so it is not a model of ours") from error
     except (HTTPError, OSError) as error:
         return _from_cache(repo, revision or None, error)
 

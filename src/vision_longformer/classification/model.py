@@ -107,7 +107,7 @@ def load_classifier(checkpoint: str | Path, size: int | tuple[int, int] | None =
     """
     model, preprocessing, named = load_encoder(checkpoint)
     if not model.num_classes:
-        raise CheckpointError(f"{checkpoint} is no classifier: its model has no classes, only features")
+        raise CheckpointError(f"{checkpoint} is not a classifier: its model has no classes, only features")
     if size is not None:
         preprocessing = replace(preprocessing, size=size_pair(size))
         model.config.grids(preprocessing.size)

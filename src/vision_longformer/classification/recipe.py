@@ -84,7 +84,7 @@ class ClassificationRecipe(BackboneSettings):
         cutmix: alpha of CutMix; 0 for none.
         mix_prob: probability that a batch is mixed at all.
         smoothing: label smoothing.
-        repeats: copies of an image per epoch, each augmented anew (repeated augmentation); the epoch's length stays.
+        repeats: copies of an image per epoch, each augmented anew (repeated augmentation); epochs stay as long.
         interpolation: bicubic, bilinear, nearest, or random in training.
         crop_pct: fraction of the resized image that evaluation crops; None for the model's own.
         mean: channel means; None for ImageNet's.

@@ -42,12 +42,12 @@ def bench(
 
     'attention' compares implementations over map sizes, forward and backward; 'rules' the three masking rules;
     'windows' window sizes; 'shift' random shift with attention to all neighbours; 'models' our models with others;
-    'scaling' the cost per token; 'large', which is no part of 'all', one large image, whole and strip by strip.
+    'scaling' the cost per token; 'large', which is not part of 'all', one large image, whole and strip by strip.
     Variants take turns in one process; times are medians, with half the interquartile range. Each variant is timed with
     the C library's default allocator and (but for 'large') with one that does not return memory to the system ('memory
     kept': MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ are large), so that large blocks are not paid for again at
     each call. Memory is measured in a new process. 'vil bench gpu --help' is about predictions for GPUs that need not
-    be there.
+    be present.
 
     Args:
         what: attention, rules, windows, shift, models, scaling, large or all.
@@ -64,7 +64,7 @@ def bench(
             at least once.
         threads: number of threads; torch's by default.
         device: cpu or cuda; cuda by default where there is one.
-        output: folder for the results; a file that exists is not replaced, the new one gets a number.
+        output: folder for the results; an existing file is not replaced; the new one gets a number.
         overwrite: replace earlier results of the same name.
         compare: an earlier JSON file to print ratios against.
     """

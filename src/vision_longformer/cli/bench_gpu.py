@@ -25,7 +25,7 @@ def bench_gpu(
     output: str = "bench-results",
     overwrite: bool = False,
 ) -> None:
-    """Predict the speed of the Triton kernels on GPUs that need not be there: tables and a JSON file.
+    """Predict the speed of the Triton kernels on GPUs that need not be present: tables and a JSON file.
 
     Every kernel that the attention of a layer launches, for global and local tokens, forward and backward, is compiled
     for each chip and disassembled. The instructions of its inner loop are counted per score, and the slowest part of a
@@ -38,7 +38,7 @@ def bench_gpu(
         dims: head dimensions.
         windows: sides of the chunks; the window is twice as wide, plus one.
         dtype: float16, bfloat16 or float32.
-        output: folder for the results; a file that exists is not replaced, the new one gets a number.
+        output: folder for the results; an existing file is not replaced; the new one gets a number.
         overwrite: replace earlier results of the same name.
     """
     from ..bench.gpu.chips import chip_of

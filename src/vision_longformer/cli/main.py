@@ -67,7 +67,7 @@ COMMANDS = Group(
         "quantise": quantise,
         "hub": Group("Models as folders, and on the Hugging Face Hub.", {"save": hub_save, "push": hub_push}),
     },
-    f"A mistake is answered by one sentence; with {TRACEBACK}=1 in the environment, by Python's traceback before it.",
+    f"Errors are reported in one sentence; with {TRACEBACK}=1 in the environment, after Python's traceback.",
 )
 
 

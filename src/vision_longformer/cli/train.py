@@ -34,8 +34,8 @@ def train(
     Args:
         recipe: a name from 'vil recipes' or a .yaml file of your own; by default own_images with --data, else
             quickstart.
-        resume: resume the run in this directory; only --epochs may go with it, to train a finished run further.
-            With auto, resume the run that the same command has started before, or start it.
+        resume: resume the run in this directory; only --epochs may be combined with it, to train a finished run
+            further. With auto, resume the run that the same command started before, or start a new one.
         output: the run directory, runs/RECIPE-1 or the next free number by default.
         dry_run: print all settings, the schedule, and the estimated time and memory on this machine, without training.
     """

@@ -122,7 +122,7 @@ class TrainingProgress(Callback):
         self._training = self._bar.add_task("training", total=total, completed=step, values="")
         self._evaluating = self._bar.add_task("evaluating", total=None, visible=False, values="")
         if step == total:
-            self._console.print(f"finished before, after step {step}; --epochs N trains it further, to N epochs in all")
+            self._console.print(f"already finished, after step {step}; --epochs N trains it further, to N epochs")
         elif step:
             self._console.print(f"resuming from step {step} of {total}")
 

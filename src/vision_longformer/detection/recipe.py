@@ -67,9 +67,9 @@ class DetectionRecipe(BackboneSettings):
         eval_split: name of the split to evaluate on.
         skip_bad: skip invalid images and annotations, instead of stopping.
         hflip: probability of a horizontal flip.
-        scale_jitter: smallest and largest factor by which objects change in size, by cutting or bordering the image.
+        scale_jitter: smallest and largest factor by which objects change in size, by cropping or padding the image.
         color_jitter: brightness, contrast and saturation change by a factor of up to 1 ± this.
-        freeze: the first stages of the backbone, patch embedding included, that keep the weights they start with.
+        freeze: number of first stages of the backbone, patch embedding included, that keep their initial weights.
     """
 
     task: ClassVar[str] = "detection"

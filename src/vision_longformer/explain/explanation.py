@@ -97,8 +97,9 @@ def _load(checkpoint: str | Path, size: int | tuple[int, int] | None) -> Classif
     except CheckpointError as error:
         if _is_detector(checkpoint):
             raise CheckpointError(
-                f"{checkpoint} is a detector, and classifiers are explained; for the attention of its backbone, use "
-                "capture(detector_backbone(load_detector(...)), images) of vision_longformer.explain in Python"
+                f"{checkpoint} is a detector, and only classifiers can be explained; for the attention of its "
+                "backbone, use capture(detector_backbone(load_detector(...)), images) of vision_longformer.explain in "
+                "Python"
             ) from error
         raise
 

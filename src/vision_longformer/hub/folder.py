@@ -101,7 +101,7 @@ def push_to_hub(source: nn.Module | str | Path, repo_id: str, *, private: bool =
         return _upload(Path(source), repo_id, private, overwrite)
     except HfHubHTTPError as error:
         why = error.server_message or str(error).splitlines()[0]
-        raise PermissionError(f"the hub refused {repo_id} ({why}); 'hf auth login' lets you in") from error
+        raise PermissionError(f"the hub refused {repo_id} ({why}); log in with 'hf auth login'") from error
     except (HTTPError, ConnectionError) as error:
         raise unreachable(f"and nothing was uploaded from {source}", error) from error
 

@@ -138,7 +138,7 @@ def make_accelerator(settings: TrainSettings) -> Accelerator:
     count, spatial = accelerator.num_processes, settings.spatial
     if count % spatial:
         raise ValueError(
-            f"spatial is {spatial}, but the number of processes, {count}, is no multiple of it; start "
+            f"spatial is {spatial}, but the number of processes, {count}, is not a multiple of it; start "
             f"{max(1, count // spatial) * spatial} of them with torchrun, or change spatial"
         )
     return accelerator

@@ -50,7 +50,7 @@ class TrainSettings:
         compile: compile the model with torch.compile.
         grad_checkpointing: recompute blocks in backward, to save memory; strips: strip by strip, to save more.
         strategy: over several processes, ddp, or fsdp (FSDP2) to shard parameters.
-        spatial: processes that share each image, for images too large for one; their number divides that of all.
+        spatial: processes that share each image, for images too large for one; it must divide the number of processes.
         optimizer: adamw, sgd; release_adamw and release_qhm step as the authors' release does.
         lr: peak learning rate.
         lr_batch: the batch size that lr is stated for; it is scaled to batch_size. None: not scaled.
@@ -280,7 +280,7 @@ def load_recipe(recipe_type: type[BackboneSettings], name_or_path: str) -> dict[
     while following is not None:
         chain.append(following)
         if following in chain[:-1]:
-            raise ValueError(f"recipe {' → '.join(chain)} has itself for its base; a chain of bases must end")
+            raise ValueError(f"recipe {' → '.join(chain)} is its own base; a chain of bases must end")
         delta = _delta(recipe_type, following)
         base = delta.pop(BASE, None)
         if len(chain) > 1:
@@ -299,7 +299,7 @@ def _delta(recipe_type: type[BackboneSettings], name_or_path: str) -> dict[str, 
     names = recipe_names(recipe_type)
     if name_or_path not in names:
         if Path(name_or_path).exists():
-            raise ValueError(f"{name_or_path} is no recipe; did you mean --data {name_or_path}?")
+            raise ValueError(f"{name_or_path} is not a recipe; did you mean --data {name_or_path}?")
         raise unknown_name("recipe", name_or_path, names)
     return _parse(name_or_path, _read(SHIPPED / recipe_type.task / f"{name_or_path}.yaml"))
 

@@ -99,8 +99,8 @@ def _find_run(output: str | Path | None, name: str, identity: Identity, resume: 
             return path, (path / RECIPE).is_file()
         if output is not None:
             raise ValueError(
-                f"{path} was started by another command ({difference}); give another --output, or resume it as it "
-                f"was by --resume {path}"
+                f"{path} was started by another command ({difference}); give another --output, or resume it "
+                f"unchanged with --resume {path}"
             )
     return Path(output or next_free(Path("runs"), name)), False
 
