@@ -24,6 +24,7 @@ from vision_longformer.cli.parser import Group, run_command
 from vision_longformer.cli.predict import predict as predict_command
 from vision_longformer.data.images import ImageError, decode_image
 from vision_longformer.errors import CheckpointError
+from vision_longformer.large import memory
 from vision_longformer.large.memory import free_memory
 from vision_longformer.large.stream import Streamed
 
@@ -80,7 +81,9 @@ def test_an_image_that_would_not_fit_is_streamed(
     assert tuple(streamed["labels"]) == plain.labels
     assert streamed["probabilities"] == pytest.approx(plain.probabilities, rel=1e-4)
     monkeypatch.setattr(predict_module, "free_memory", lambda device: 30_000_000)
-    with pytest.raises(ValueError, match="is too small for an image of 1024×1024; it needs"):
+    with pytest.raises(
+        ValueError, match=r"^30MB of memory is too little for an image of 1024×1024; at least 37MB is needed, 9MB"
+    ):
         predict(path, [photo], size=1024)
 
 
@@ -105,6 +108,27 @@ def test_tokens_take_the_machines_memory_and_strips_that_of_the_model(
 def test_free_memory_is_that_of_the_machine() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 10**7 < free_memory(torch.device("cpu")) <= total
+
+
+@pytest.mark.parametrize(
+    ("limit", "cached", "free"),
+    [("5000000", 1_000_000, 3_000_000), ("max", 1_000_000, None), ("2000000", 0, 0), (None, 0, None)],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_free_memory_is_that_of_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, limit: str | None, cached: int, free: int | None
+) -> None:
+    """Of which 3 MB are in use; of those, what is ``cached`` is given back when needed."""
+    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}[version]
+    cached_name = {1: "total_inactive_file", 2: "inactive_file"}[version]
+    if limit is not None:
+        for name, text in zip(names, (limit, "3000000"), strict=True):
+            (tmp_path / name).write_text(f"{text}\n")
+        (tmp_path / "memory.stat").write_text(f"anon 7\n{cached_name} {cached}\nfile 9\n")
+    files = [(tmp_path / names[0], tmp_path / names[1], cached_name)]
+    monkeypatch.setattr(memory, "CONTAINER_FILES", files)
+    got = free_memory(torch.device("cpu"))
+    assert got == free if free is not None else got > 10**7
 
 
 def test_all_probabilities_sum_to_one(checkpoint: Path, photo: Path) -> None:

@@ -27,6 +27,7 @@ from vision_longformer.detection.pictures import DRAWN
 from vision_longformer.detection.predict import Prediction, Tile, merge, predict, predict_image, tiles
 from vision_longformer.detection.stream import bytes_at_once
 from vision_longformer.errors import CheckpointError
+from vision_longformer.large.reading import LargeImage
 
 
 @pytest.mark.parametrize(
@@ -338,7 +339,24 @@ def test_files_that_are_read_by_rows(
     picture, detections = prediction.picture()
     assert prediction.size == (150, 210)
     assert np.array_equal(np.asarray(picture), pixels[::2, ::2])
+    monkeypatch.setattr(prediction_module, "MAX_PIXELS", 150 * 210 - 1)
+    (tiff,) = predict(load_detector(checkpoint, scale=1.0), [path.with_name("tiff.tif")], threshold=0.0)
+    assert isinstance(tiff.source, LargeImage)  # though there is memory for it
     assert detections[0].box == tuple(side / 2 for side in prediction.detections[0].box)
+
+
+def test_a_turned_photo_is_streamed_upright(large: tuple[str, Path, int]) -> None:
+    """EXIF's orientation 6 means that the stored rows are columns."""
+    checkpoint, path, limit = large
+    turned, exif = path.with_name("turned.png"), Image.Exif()
+    exif[274] = 6
+    Image.open(path).transpose(Image.Transpose.ROTATE_90).save(turned, exif=exif)
+    model = load_detector(checkpoint, scale=1.0)
+    for memory in (None, limit):
+        (upright,), (other,) = (list(predict(model, [each], threshold=0.0, memory=memory)) for each in (path, turned))
+        assert other.size == (150, 210)
+        assert [each.box for each in other.detections] == [each.box for each in upright.detections]
+        assert isinstance(other.source, Image.Image if memory is None else LargeImage)
 
 
 def test_images_that_are_streamed_have_folders_of_their_own(
@@ -404,5 +422,5 @@ def test_settings_of_a_loaded_detector(large: tuple[str, Path, int]) -> None:
         load_detector(checkpoint, channels=4)
     with pytest.raises(ValueError, match=r"scale is -1; it must be above 0, or None for min_size and max_size"):
         load_detector(checkpoint, scale=-1)
-    with pytest.raises(ValueError, match=r"memory=1000 is too small .*at least"):
+    with pytest.raises(ValueError, match=r"1MB of memory is too little .*at least"):
         detect_predict(checkpoint, [str(path)], scale=1.0, memory="1KB")

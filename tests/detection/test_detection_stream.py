@@ -218,11 +218,13 @@ def test_masks_are_cut_out_as_they_are_pasted() -> None:
         assert np.array_equal(crop.on(60, 100).astype(bool), (mask[0] >= 0.5).numpy())
 
 
+@pytest.mark.parametrize("piece", [streaming.PIECE_NUMBERS, 1, 5 * 3 * 93])
 @pytest.mark.parametrize(
     "options", [{"scale": 1.0}, {"scale": 0.37}, {"scale": 2.0}, {"min_size": 50, "max_size": 60}, {"min_size": 200}]
 )
-def test_rows_of_the_input(options: dict[str, Any]) -> None:
+def test_rows_of_the_input(options: dict[str, Any], piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resized, normalised and padded as the detector's transform does it to the whole image."""
+    monkeypatch.setattr(streaming, "PIECE_NUMBERS", piece)
     model = small_detector("retinanet", **options).eval()
     image = torch.randint(0, 256, (3, 71, 93), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     batch, _ = model.transform([image.double() / 255])
@@ -249,7 +251,7 @@ def test_the_least_memory_is_said_and_is_enough(kind: str) -> None:
     plan, image = Plan(model, (96, 96)), _image(80, 96, SINGLE)
     assert plan.window_bytes(32) > max(plan.work.strip_bytes(stage, 1) for stage in range(4))
     least = plan.work.token_bytes() + plan.window_bytes(32)
-    message = f"memory=1000 is too small for an image of 96×96; it needs {format_bytes(least)} at least"
+    message = f"1MB of memory is too little for an image of 96×96; at least {format_bytes(least)} is needed"
     with pytest.raises(ValueError, match=re.escape(message)):
         stream_detections(model, image, memory=1000)
     assert len(stream_detections(model, image, memory=format_bytes(least))) == 10

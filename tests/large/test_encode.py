@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -211,7 +210,9 @@ def test_refused_before_the_run(
     assert "stages is '5'; write numbers from 1 to 2" in mistake(capsys, "--output", "x.npy", "--stages", "5")
     assert "unknown dtype 'float8'" in mistake(capsys, "--output", "x.npy", "--dtype", "float8")
     too_small = mistake(capsys, *both, "--memory", "1KB")
-    assert re.match(r"memory='1KB' is too small for an image of 41×27; it needs \d+MB at least", too_small)
+    assert "1MB of memory is too little for an image of 41×27; at least 25MB is needed, 1MB of it" in too_small
+    assert "x/y.npy cannot be written: " in mistake(capsys, "--output", "image.png/x/y.npy")
+    assert ". is no name of an output; give NAME.zarr, NAME.npy or a folder" in mistake(capsys, "--output", ".")
     assert "nothing; weights that are built in are" in _of_model(capsys, "nothing")
     monkeypatch.setitem(sys.modules, "zarr", None)
     assert "x.zarr needs the package zarr; install it with: pip install" in mistake(capsys, *both)

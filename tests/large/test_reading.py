@@ -218,6 +218,13 @@ def turned(path: Path) -> Path:
     return path
 
 
+def not_finite(path: Path) -> Path:
+    pixels = np.ones((60, 8), np.float32)
+    pixels[45, 3] = np.nan
+    np.save(path.with_suffix(".npy"), pixels)
+    return path.with_suffix(".npy")
+
+
 BAD: list[tuple[Callable[[Path], Path], str]] = [
     (truncated, r"x.tif at rows 40 to 49 cannot be read: the file ends too early"),
     (damaged, r"x.tif at rows 40 to 49 cannot be read: "),
@@ -230,7 +237,20 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
         r"x.tif is of shape .8, 8, 4., with 4 channels; the",
     ),
     (lambda path: write_tiff(path, np.zeros((5, 8, 8), np.uint8)), r"x.tif has axes QYX; one image is asked for"),
-    (lambda path: write_tiff(path, np.zeros((8, 8), np.int32)), r"x.tif is of int32; give uint8, uint16 or floating"),
+    (
+        lambda path: write_tiff(path, np.zeros((8, 8), np.int32)),
+        r"x.tif stores int32 numbers of 32 bits; save it as uint8 or",
+    ),
+    (lambda path: write_tiff(path, np.ones((8, 8), np.float32)), r"x.tif stores float32 numbers of 32 bits; save it"),
+    (
+        lambda path: write_tiff(path, np.ones((8, 8), np.uint8), bitspersample=4),
+        r"x.tif stores uint8 numbers of 4 bits; save it as uint8 or uint16, or pass a normalised array",
+    ),
+    (
+        lambda path: write_tiff(path, COLOUR, photometric="ycbcr", compression="deflate"),
+        r"x.tif has numbers of kind YCBCR; save it as grey or RGB$",
+    ),
+    (not_finite, r"^.*x.npy at rows 40 to 49 has values that are NaN or infinite; replace them, by 0 for instance$"),
     (lambda path: path, r"there is no image file .*x.tif"),
     (lambda path: path.mkdir() or path, r"x.tif is a folder, but not one of zarr"),
 ]

@@ -100,6 +100,8 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
         (model_of(longformer(), seed=1), IMAGE, {}),
         (model, IMAGE[:, :-1], {}),
         (model, IMAGE, {"identity": "another file"}),
+        (model, IMAGE + 1, {}),
+        (model, (IMAGE + 1).permute(1, 2, 0).numpy(), {}),
         (model, IMAGE, {"maps": [0]}),
         (model, IMAGE, {"dtype": torch.float32}),
     ]
@@ -174,7 +176,12 @@ def test_a_truncated_file_is_told(tmp_path: Path) -> None:
     interrupted(model, tmp_path, 9)
     (path,) = tmp_path.glob("stage1-block0.tokens")
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(OSError, match=r"stage1-block0.tokens ends before row 21 of 21; delete it and start again"):
+    told = rf"stage1-block0.tokens ends before row 21 of 21; delete {tmp_path} and start again$"
+    with pytest.raises(OSError, match=told):
+        stream(model, IMAGE, rows=2, maps=[0], storage=tmp_path)
+    path.unlink()
+    told = rf"stage1-block0.tokens, which state.safetensors names, is gone; delete {tmp_path} and start again$"
+    with pytest.raises(FileNotFoundError, match=told):
         stream(model, IMAGE, rows=2, maps=[0], storage=tmp_path)
 
 
@@ -193,9 +200,7 @@ def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch:
     """A map of 21×14 tokens of 8 numbers in float64 and its copy are 2·21·14·8·8 bytes."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 2 * 21 * 14 * 64 - 1))
-    with pytest.raises(
-        OSError, match=r"needs 1MB for tokens, but 1MB are free; use another disk, or dtype=torch.bfloat16"
-    ):
+    with pytest.raises(OSError, match=r"needs 1MB for tokens, but 1MB are free; use another disk$"):
         stream(model_of(longformer()), IMAGE, rows=2, storage=tmp_path)
     assert not tmp_path.exists()  # as nothing is in it
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 2 * 21 * 14 * 64))
@@ -237,11 +242,15 @@ def test_a_limit_chooses_the_rows_and_says_what_would_do() -> None:
     assert sizes.choose_rows("1GB") == [8, 8]
     assert sizes.choose_rows(sizes.token_bytes() + sizes.strip_bytes(0, 3))[0] == 3
     with pytest.raises(
-        ValueError, match=r"memory=\d+ is too small for an image of 40×24; it needs 25MB at least, 1MB of"
+        ValueError, match=r"^25MB of memory is too little for an image of 40×24; at least 25MB is needed, 1MB of"
     ):
         sizes.choose_rows(least - 1)
-    with pytest.raises(ValueError, match="or keep the tokens in files with storage=<folder>"):
+    with pytest.raises(ValueError, match=r", 1MB of it for tokens$"):  # files would save nothing
         sizes.choose_rows(100)
+    large = Work(longformer(), 2, (40_000, 24), torch.float32, torch.float32)
+    in_files = format_bytes(work(in_memory=False).least_bytes())
+    with pytest.raises(ValueError, match=rf"for tokens, or {in_files} with the tokens in files \(storage=FOLDER in"):
+        large.choose_rows(100)
     assert work(in_memory=False).choose_rows(least - sizes.token_bytes())[0] == 1
 
 

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ..data.images import decode_image, image_files, image_size
+from ..data.images import MAX_PIXELS, decode_image, image_files, image_size
 from ..errors import check_at_least, check_fraction
 from ..geometry import ceil_div
 from ..large.memory import format_bytes, free_memory, parse_bytes
@@ -94,10 +94,10 @@ def predict(
     """Detections with a score of at least ``threshold`` in each image; a folder stands for the images inside.
 
     Images run one by one. One that would need more than ``memory``, or than is free, is streamed, to the same result
-    (:func:`stream_detections`); so are images that only :func:`~vision_longformer.large.open_image` reads, with
-    ``level`` and ``allow_large`` as there. Each has a folder of its own in ``storage``, by its position and name, so
-    that what was interrupted can be resumed. With ``tile``, images run in overlapping squares of that many pixels
-    instead.
+    (:func:`stream_detections`); so are images that Pillow does not know or would not decode, if
+    :func:`~vision_longformer.large.open_image` reads them, with ``level`` and ``allow_large`` as there. Each has a
+    folder of its own in ``storage``, by its position and name, so that what was interrupted can be resumed. With
+    ``tile``, images run in overlapping squares of that many pixels instead.
     """
     check_fraction("threshold", threshold)
     if tile is not None:
@@ -105,14 +105,14 @@ def predict(
     _check_streaming(model, tile, {"memory": memory, "storage": storage, "level": level or None})
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     for number, file in enumerate(input_files(images), 1):
-        limit = free_memory(device) if memory is None else parse_bytes(memory)
         tokens = None if storage is None else Path(storage) / f"{number}-{file.name}"
-        source: Image.Image | LargeImage
-        if tile is not None or (level == 0 and _fits(model, file, limit)):
-            source = decode_image(file, allow_large=allow_large)
+        source = _open(model, file, tile, level, allow_large)
+        limit = free_memory(device) if memory is None else parse_bytes(memory)
+        if isinstance(source, Image.Image) and (tile is not None or _fits(model, source, file, limit)):
             found = predict_image(model, source, threshold=threshold, tile=tile)
         else:
-            source = open_image(file, level=level, allow_large=allow_large)
+            if isinstance(source, Image.Image):
+                source = LargeImage(np.asarray(source), 3, file)
             given = None if memory is None else limit
             found = stream_detections(
                 model, source, threshold=threshold, memory=given, storage=tokens, progress=progress
@@ -135,12 +135,21 @@ def _check_streaming(model: nn.Module, tile: int | None, options: dict[str, Any]
         raise ValueError(f"leave out {given}: {reason}")
 
 
-def _fits(model: nn.Module, file: Path, limit: int) -> bool:
-    """Whether a file is a photo that the detector can take at once, or has to, as it cannot be streamed."""
-    size = image_size(file)
-    needed = None if size is None else bytes_at_once(model, size)
-    if size is None or needed is None or needed <= limit:
-        return size is not None
+def _open(model: nn.Module, file: Path, tile: int | None, level: int, allow_large: bool) -> Image.Image | LargeImage:
+    """A photo, decoded; opened to be read by rows, if it is too large for that and can be streamed, or is no photo."""
+    size = None if level else image_size(file)
+    is_photo = size is not None and (size[0] * size[1] <= MAX_PIXELS or refuse_streaming(model) is not None)
+    if is_photo or tile is not None:
+        return decode_image(file, allow_large=allow_large)
+    return open_image(file, level=level, allow_large=allow_large)
+
+
+def _fits(model: nn.Module, image: Image.Image, file: Path, limit: int) -> bool:
+    """Whether the detector can take a photo at once, or has to, as it cannot be streamed."""
+    size = image.height, image.width
+    needed = bytes_at_once(model, size)
+    if needed is None or needed <= limit:
+        return True
     amounts = f"about {format_bytes(needed)}, but {format_bytes(limit)} are free or allowed"
     logger.info("%s: %d×%d pixels at once need %s: they are streamed", file, *size, amounts)
     return False

@@ -38,6 +38,9 @@ from .windows import PyramidWindows, anchor_boxes, best_anchors, pool_regions
 SIDES = (256, 128, 64, 32)
 """Cells along a window, the most that memory allows."""
 
+PIECE_NUMBERS = 2**20
+"""Of the rows of an image that are in memory at a time where it is resized."""
+
 COPIES = 6
 """Maps of the pyramid's channels that exist at a time while a window is computed, with those inside convolutions."""
 
@@ -77,7 +80,8 @@ def stream_detections(
     kept = plan.work.kept
     with torch.no_grad(), token_folder(storage) as folder:
         streamed = stream(
-            backbone, source, memory=memory, storage=folder, maps=kept, identity=source.identity,
+            backbone, source, memory=memory, storage=folder, maps=kept,
+            identity=None if folder is None else source.identity(),
             progress=lambda now: progress(plan.backbone_work * now.done // now.total, total),
         )  # fmt: skip
         pyramid = PyramidWindows(model.backbone, [streamed.maps[stage] for stage in kept])
@@ -114,7 +118,10 @@ class InputRows:
         self.size = self._pixels.size
         self.resized = transform.resized_size(*self.size)
         self.shape = *transform.padded_size(*self.size), 3
-        self.identity = f"{self._pixels.identity} {self.size} {self.resized}"
+
+    def identity(self) -> str:
+        """What tells the input from others."""
+        return f"{self._pixels.identity()} {self.size} {self.resized}"
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         first, last, _ = rows.indices(self.shape[0])
@@ -128,9 +135,14 @@ class InputRows:
         return padded.numpy()
 
     def _resized_rows(self, first: int, last: int) -> Tensor:
-        """Normalised rows (1, 3, n, width) of the resized image."""
+        """Normalised rows (1, 3, n, width) of the resized image, made of a few rows of the image at a time."""
         if self.resized == self.size:
             return self._read(range(first, last))
+        rows_of_image = PIECE_NUMBERS // (3 * self.size[1])
+        step = max(1, rows_of_image * self.resized[0] // self.size[0])
+        return torch.cat([self._resized_piece(row, min(row + step, last)) for row in range(first, last, step)], 2)
+
+    def _resized_piece(self, first: int, last: int) -> Tensor:
         ratio = torch.tensor(self.size[0], dtype=self._dtype) / self.resized[0]
         places = ((torch.arange(first, last, dtype=self._dtype) + 0.5) * ratio - 0.5).clamp(min=0)
         above = places.long().clamp(max=self.size[0] - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -109,6 +110,11 @@ def check_output(output: Path, stages: Sequence[int], overwrite: bool = False, i
         raise ValueError(f"{output} holds one map, but {len(stages)} are asked for; give a folder, or a name in .zarr")
     if output.suffix == ".zarr" and find_spec("zarr") is None:
         raise ValueError(f"{output} needs the package zarr; install it with: pip install 'vision-longformer[large]'")
+    if not output.name:
+        raise ValueError(f"{output} is no name of an output; give NAME.zarr, NAME.npy or a folder")
+    parent = next(path for path in output.absolute().parents if path.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise OSError(f"{output} cannot be written: {parent} is {'read-only' if parent.is_dir() else 'no folder'}")
     around = [] if image is None else [image, *image.absolute().parents, *image.resolve().parents]
     for path in _paths(output):
         if path.exists() and any(path.samefile(each) for each in around if each.exists()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,9 @@ from ..errors import check_at_least
 from ..geometry import Grid, ceil_div
 from ..models.config import Full, Linformer, Longformer, ModelConfig, Performer, SpatialReduction
 from ..models.vision_longformer import HIDDEN_NUMBERS
+
+STORAGE = "storage=FOLDER in Python, 'vil encode --storage FOLDER'"
+"""How tokens are kept in files."""
 
 MOST_CHUNK_ROWS = 8
 """Chunk rows of a strip that a limit does not shorten: more are not faster."""
@@ -37,7 +40,7 @@ def parse_bytes(memory: str | int) -> int:
     if isinstance(memory, int):
         check_at_least("memory", memory, 1)
         return memory
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", memory, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", str(memory), re.IGNORECASE)
     if match is None or float(match[1]) == 0:
         raise ValueError(f"memory is {memory!r}; write it as 2GB, 500MB, or as a number of bytes")
     return int(float(match[1]) * _UNITS[match[2].upper()])
@@ -49,12 +52,36 @@ def format_bytes(count: float) -> str:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a GPU, or in the machine; where the system does not say (not Linux), all it has."""
+    """Bytes that are free on a GPU, or in the machine and its container; where the system does not say (not Linux), all
+    that the machine has."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
     match = re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if match is None else int(match[1]) * 1024
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if match is None else int(match[1]) * 1024
+    return int(min(free, *(_free_in_container(*files) for files in CONTAINER_FILES)))
+
+
+CONTAINER_FILES = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"), "inactive_file"),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        "total_inactive_file",
+    ),
+)
+"""Where Linux keeps the limit of a container, what it uses, and under which name ``memory.stat`` beside them has the
+part of it that is given back when needed; of cgroups of version 2 and of version 1."""
+
+
+def _free_in_container(limit: Path, used: Path, cached: str) -> float:
+    """Bytes below the limit; infinite if there is none."""
+    try:
+        most, taken = limit.read_text().strip(), int(used.read_text())
+        match = re.search(rf"^{cached} (\d+)$", (limit.parent / "memory.stat").read_text(), re.MULTILINE)
+    except OSError:
+        return math.inf
+    return math.inf if most == "max" else max(0, int(most) - taken + int(match[1] if match else 0))
 
 
 class Step(NamedTuple):
@@ -222,13 +249,17 @@ class Work:
         ``beside``: bytes that what follows needs beside the tokens.
         """
         limit, tokens = parse_bytes(memory), self.token_bytes()
-        stages = range(self.count)
-        least = tokens + max(beside, *(self.strip_bytes(stage, 1) for stage in stages))
+        least = self.least_bytes(beside)
         if limit < least:
-            remedy = "" if not self.in_memory else ", or keep the tokens in files with storage=<folder>"
+            in_memory, in_files = map(format_bytes, (least, replace(self, in_memory=False).least_bytes(beside)))
+            remedy = "" if in_files == in_memory else f", or {in_files} with the tokens in files ({STORAGE})"
             raise ValueError(
-                f"memory={memory!r} is too small for an image of {self.size[0]}×{self.size[1]}; it needs "
-                f"{format_bytes(least)} at least, {format_bytes(tokens)} of them for tokens{remedy}"
+                f"{format_bytes(limit)} of memory is too little for an image of {self.size[0]}×{self.size[1]}; at "
+                f"least {in_memory} is needed, {format_bytes(tokens)} of it for tokens{remedy}"
             )
-        choices = range(MOST_CHUNK_ROWS, 0, -1)
+        stages, choices = range(self.count), range(MOST_CHUNK_ROWS, 0, -1)
         return [next(rows for rows in choices if tokens + self.strip_bytes(stage, rows) <= limit) for stage in stages]
+
+    def least_bytes(self, beside: int = 0) -> int:
+        """What a pass takes with strips of one chunk row."""
+        return self.token_bytes() + max(beside, *(self.strip_bytes(stage, 1) for stage in range(self.count)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,10 @@ WHITE = {torch.uint8: 255, torch.uint16: 65535}
 """What becomes 1 before normalisation, of integers; floating-point numbers are taken as they are."""
 
 
+HASHED_ROWS = 256
+"""Rows of an array that are hashed at a time."""
+
+
 class Pixels:
     """A tensor (channels, height, width), or a file or array (height, width, channels) that is read by rows.
 
@@ -26,7 +31,7 @@ class Pixels:
         self._is_tensor = isinstance(image, Tensor)
         if not self._is_tensor and not isinstance(image, LargeImage):
             image = open_image(image, channels)
-        self._image, self.identity = image, getattr(image, "identity", "")
+        self._image = image
         shape = tuple(image.shape)
         if len(shape) != 3:
             raise ValueError(f"image is of shape {shape}; it must be one image, (channels, height, width)")
@@ -42,12 +47,19 @@ class Pixels:
         self.size = size[0], size[1]
         self._mean, self._std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
 
+    def identity(self) -> str:
+        """What tells the image from others: of a file its path, size and time, of an array a hash of its numbers."""
+        if not self._is_tensor and self._image.identity:
+            return str(self._image.identity)
+        digest = hashlib.sha256()
+        for start in range(0, self.size[0], HASHED_ROWS):
+            rows = self._rows(range(start, min(start + HASHED_ROWS, self.size[0])))
+            digest.update(rows.cpu().contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
     def read(self, rows: range, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Some rows as the model takes them, (1, channels, n, width)."""
-        if self._is_tensor:
-            part = self._image[:, rows.start : rows.stop]
-        else:
-            part = torch.from_numpy(np.array(self._image[rows.start : rows.stop])).permute(2, 0, 1)
+        part = self._rows(rows).permute(2, 0, 1)
         if part.dtype not in WHITE and not part.is_floating_point():
             raise ValueError(
                 f"the image is of {part.dtype}; give uint8 or uint16, or floating-point numbers that are normalised"
@@ -57,3 +69,9 @@ class Pixels:
             mean, std = self._mean.to(normalised), self._std.to(normalised)
             normalised.div_(WHITE[part.dtype]).sub_(mean).div_(std)
         return normalised[None]
+
+    def _rows(self, rows: range) -> Tensor:
+        """Some rows as they are, (n, width, channels)."""
+        if self._is_tensor:
+            return self._image[:, rows.start : rows.stop].permute(1, 2, 0)
+        return torch.from_numpy(np.array(self._image[rows.start : rows.stop]))

@@ -22,14 +22,24 @@ TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 TIFF_LAYOUTS = ("YX", "YXS", "SYX", "CYX")
 """Axes of one image, axes of length 1 left out: rows, columns, and channels as samples of a pixel or as planes."""
 
-COLOURS = {1: "grey", 2: "RGB", 6: "YCbCr, which decoders turn into RGB"}
+COLOURS = {1: "grey", 2: "RGB"}
 """TIFF's photometric interpretations whose numbers are brightnesses."""
+
+YCBCR, JPEG = 6, (6, 7)
+"""A further interpretation, and the compressions whose decoder turns it into RGB."""
+
+BITS = (8, 16)
+"""Of a number in a TIFF: others are integers whose white is not known, or floating-point numbers."""
 
 ORIENTATION = 274
 """The tag of a TIFF that says how it is to be turned: 1 not at all, 2 to 8 somehow."""
 
 ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
 """One of these is in every zarr folder."""
+
+
+class RowsError(ImageError):
+    """Rows of an image that cannot be read, named with their file."""
 
 
 class LargeImage:
@@ -52,14 +62,14 @@ class LargeImage:
         given = shape[2] if len(shape) == 3 else 1
         if given not in (1, channels):
             raise ValueError(f"{self._name} is of shape {shape}, with {given} channels; the model takes {channels}")
-        dtype = getattr(rows, "dtype", np.uint8)  # if it does not say, its rows will
-        if np.dtype(dtype).kind != "f" and dtype not in (np.uint8, np.uint16):
+        dtype = np.dtype(getattr(rows, "dtype", np.uint8)).newbyteorder("=")  # if it does not say, its rows will
+        if dtype.kind != "f" and dtype not in (np.uint8, np.uint16):
             raise ValueError(f"{self._name} is of {dtype}; give uint8, uint16 or floating-point numbers")
         self.shape = *shape[:2], channels
 
     @property
     def identity(self) -> str:
-        """The file with its size and time, so that a run is not resumed with another one."""
+        """The file with its size and time, so that a run is not resumed with another one; empty for an array."""
         return "" if self.file is None else f"{self.file.resolve()} {self._stamp}"
 
     def __getitem__(self, rows: slice) -> np.ndarray:
@@ -68,18 +78,20 @@ class LargeImage:
         where = f"{self._name} at rows {first} to {last - 1}"
         try:
             part = np.asarray(self._rows[first:last])
-        except MemoryError:
+        except (MemoryError, RowsError):
             raise
         except Exception as error:  # decoders of damaged files raise nearly anything
             self._check_unchanged(where)
-            raise ImageError(f"{where} cannot be read: {first_line(error)}") from error
+            raise RowsError(f"{where} cannot be read: {first_line(error)}") from error
         self._check_unchanged(where)
+        if part.dtype.kind == "f" and not np.isfinite(part).all():
+            raise RowsError(f"{where} has values that are NaN or infinite; replace them, by 0 for instance")
         part = part.astype(part.dtype.newbyteorder("="), copy=False).reshape(*part.shape[:2], -1)
         return np.broadcast_to(part, (len(part), *self.shape[1:]))
 
     def _check_unchanged(self, where: str) -> None:
         if _stamp(self._stamped) != self._stamp:
-            raise ImageError(f"{where} cannot be read: the file has changed meanwhile; start again when it is complete")
+            raise RowsError(f"{where} cannot be read: the file has changed meanwhile; start again when it is complete")
 
 
 def _stamp(file: Path | None) -> tuple[int, int] | None:
@@ -298,9 +310,14 @@ def _planes(path: Path, level: Any, decompressors: Any) -> list[_Plane]:
             f"{path} has compression {int(key.compression)} ({name}), which cannot be decoded; perhaps it needs the "
             "package imagecodecs: pip install 'vision-longformer[large]'"
         )
-    if key.photometric not in COLOURS:
+    if key.photometric not in COLOURS and not (key.photometric == YCBCR and key.compression in JPEG):
         raise ValueError(
             f"{path} has numbers of kind {getattr(key.photometric, 'name', key.photometric)}; save it as grey or RGB"
+        )
+    if key.bitspersample not in BITS or key.dtype.kind != "u":
+        raise ValueError(
+            f"{path} stores {key.dtype.name} numbers of {key.bitspersample} bits; save it as uint8 or uint16, or pass "
+            "a normalised array to vision_longformer.large.stream"
         )
     separate = key.samplesperpixel if key.planarconfig == 2 else 1
     planes = [_Plane(page, index) for page in pages for index in range(separate)]

@@ -50,7 +50,10 @@ class FileMap(TokenMap):
         tokens = torch.empty(len(rows) * self.grid.width, self.dim, dtype=self.dtype)
         self._seek(rows)
         if self._file.readinto(_bytes(tokens)) != tokens.nbytes:
-            raise OSError(f"{self.path} ends before row {rows.stop} of {self.grid.height}; delete it and start again")
+            raise OSError(
+                f"{self.path} ends before row {rows.stop} of {self.grid.height}; delete {self.path.parent} and start "
+                "again"
+            )
         return tokens
 
     def write(self, rows: range, tokens: Tensor) -> None:
@@ -189,6 +192,9 @@ class FileStorage(Storage):
                 f"{self.folder} holds the tokens of another model, image or setting; delete it or choose another folder"
             )
         present = {last, *(step for step in self.work.kept_steps if step < last)}
+        for path in map(self._path, present):
+            if not path.exists():
+                raise FileNotFoundError(f"{path}, which {STATE} names, is gone; delete {self.folder} and start again")
         return Finished(last, {step: self._open(step, new=False) for step in present}, global_tokens)
 
     def target(self, step: Step) -> TokenMap:
@@ -220,5 +226,5 @@ class FileStorage(Storage):
         if needed > free:
             raise OSError(
                 f"{self.folder} needs {format_bytes(needed)} for tokens, but {format_bytes(free)} are free; "
-                "use another disk, or dtype=torch.bfloat16 for half of it"
+                "use another disk"
             )

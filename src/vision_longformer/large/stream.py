@@ -65,7 +65,7 @@ def stream(
     given_tokens: Tensor | None = None,
     mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
     std: Sequence[float] = IMAGENET_DEFAULT_STD,
-    identity: str = "",
+    identity: str | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Streamed:
     """The model's evaluation of one image, computed strip by strip.
@@ -81,7 +81,8 @@ def stream(
         dtype: what tokens are stored as, the model's own type if None; bfloat16 halves them.
         maps: numbers of the stages whose maps are returned, counted from 0. With ``storage`` they are memory-mapped.
         given_tokens: (n, ``given_token_dim``), for models that take any.
-        identity: what else, beside model, image file or shape, and settings, must be the same for a run to be resumed.
+        identity: what the image is called where a run is resumed. By default a file's path, size and time, or a hash of
+            an array's numbers, for which the array is read once more.
         progress: called after every strip.
     """
     pixels = Pixels(image, model.config.in_chans, mean, std)
@@ -99,7 +100,7 @@ def stream(
         place = Storage(work)
         if folder is not None:
             settings = [model.config.to_dict(), pixels.size, str(work.stored), work.kept, [*mean], [*std]]
-            settings += [pixels.identity, identity]
+            settings.append(pixels.identity() if identity is None else identity)
             place = FileStorage(work, folder, _digest(model, given_tokens, settings))
         return _Run(model, pixels, work, chunk_rows, place, given_tokens, progress).result()
 
@@ -108,8 +109,8 @@ def check_model(model: VisionLongformer, given_tokens: Tensor | None = None) -> 
     """Refuse a model that cannot be streamed."""
     if model.training:
         raise ValueError("the model is in training mode; stream evaluates it: call model.eval() first")
-    if given_tokens is not None and (given_tokens.dim() != 2 or not model.config.given_token_dim):
-        width = model.config.given_token_dim
+    width = model.config.given_token_dim
+    if given_tokens is not None and (given_tokens.dim() != 2 or not width or given_tokens.shape[1] != width):
         raise ValueError(f"given_tokens is {tuple(given_tokens.shape)}; it must be (n, {width}), or None if that is 0")
     refusal = refuse_streaming(model.config, len(model.stages))
     if refusal is not None:
