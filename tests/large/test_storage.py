@@ -94,14 +94,15 @@ def test_a_run_is_resumed_after_its_last_finished_block(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
-    model = model_of(longformer())
+    model, changed = model_of(longformer()), IMAGE.clone()
+    changed[1, -1, -1] += 1
     stream(model, IMAGE, rows=2, storage=tmp_path)
     others = [
         (model_of(longformer(), seed=1), IMAGE, {}),
         (model, IMAGE[:, :-1], {}),
         (model, IMAGE, {"identity": "another file"}),
-        (model, IMAGE + 1, {}),
-        (model, (IMAGE + 1).permute(1, 2, 0).numpy(), {}),
+        (model, changed, {}),
+        (model, changed.permute(1, 2, 0).numpy(), {}),
         (model, IMAGE, {"maps": [0]}),
         (model, IMAGE, {"dtype": torch.float32}),
     ]
