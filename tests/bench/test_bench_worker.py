@@ -79,7 +79,7 @@ def test_each_allocator_has_its_settings(workers: Workers) -> None:
 
 def test_a_dead_worker_is_replaced(workers: Workers) -> None:
     workers._processes["kept"]._process.kill()
-    with pytest.raises(WorkerDied, match=r"^the measuring process was killed, perhaps for want of memory"):
+    with pytest.raises(WorkerDied, match=r"^the measuring process was killed, perhaps because it ran out of memory"):
         workers.time("kept", [attention_case()], Budget(1e-9, 2, 2, 60.0))
     (samples,) = workers.time("kept", [attention_case()], Budget(1e-9, 2, 2, 60.0))
     assert len(samples.seconds) == 2

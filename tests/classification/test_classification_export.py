@@ -137,7 +137,7 @@ def test_an_exported_backbone_is_no_classifier(tmp_path: Path) -> None:
     model = VisionLongformer(small_config(Full(), img_size=(16, 16), num_classes=0))
     checkpoint = save(model, tmp_path / "model.safetensors")
     path = export_checkpoint(checkpoint, tmp_path / "model.pt2", backbone=True, format="pt2").path
-    with pytest.raises(CheckpointError, match=r"model\.pt2 is an exported backbone; a classifier was asked for"):
+    with pytest.raises(CheckpointError, match=r"model\.pt2 is an exported backbone; a classifier is needed here"):
         load_exported_classifier(path)
 
 

@@ -255,7 +255,7 @@ def test_weights_of_a_run_bring_its_split(run: tuple[Path, str], colours: Path, 
     assert len(moved.split.train) == 75 - 9
     few = write_colours(tmp_path / "few", 5)
     other = open_splits(ClassificationRecipe(data=str(few), batch_size=2, init=str(run[0]), seed=5))
-    assert other.how.startswith("held out anew: most of the images that the starting weights were trained on are not")
+    assert other.how.startswith("newly held out: most images that the starting weights were trained on are not")
 
 
 def test_a_folder_of_a_run_is_evaluated_on_what_was_held_out(

@@ -74,7 +74,7 @@ def test_an_image_that_would_not_fit_is_streamed(
     main(["predict", str(path), str(photo), "--size", "1024", "--json"])
     output, errors = capsys.readouterr()
     assert re.fullmatch(
-        r"1024×1024 pixels at once need about (19|20)\dMB, but 100MB are free: they are computed strip by strip\n",
+        r"1024×1024 pixels at once would need about (19|20)\dMB, but only 100MB is free: computing strip by strip\n",
         errors,
     )
     (streamed,) = json.loads(output)
@@ -257,7 +257,7 @@ def test_pictures_are_refused_before_the_work(checkpoint: Path, photo: Path, tmp
         _vil("predict", checkpoint, photo, "--picture", tmp_path)
     twin = tmp_path / "photo.jpg"
     _photo(twin)
-    with pytest.raises(ValueError, match=r"photo\.png and .*photo\.jpg would both become .*photo\.png"):
+    with pytest.raises(ValueError, match=r"photo\.png and .*photo\.jpg would both be written to .*photo\.png"):
         _vil("predict", "missing.safetensors", photo, twin, "--picture", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

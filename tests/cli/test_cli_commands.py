@@ -285,7 +285,9 @@ def test_convert_to_a_named_model_keeps_classes_channels_and_pooling(
 def test_convert_of_something_else(released: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, (_, arch, *size), _ = released
     ours = tmp_path / "ours.safetensors"
-    assert "another model" in _mistake(capsys, "convert", source, str(ours), "--arch", arch.replace("n2", "n1"), *size)
+    assert "does not match the model described by arch" in _mistake(
+        capsys, "convert", source, str(ours), "--arch", arch.replace("n2", "n1"), *size
+    )
     assert "should end in .safetensors" in _mistake(
         capsys, "convert", source, str(tmp_path / "ours.pt"), "--arch", arch, *size
     )

@@ -143,7 +143,7 @@ def test_an_exported_file_older_than_its_checkpoint(tmp_path: Path, capsys: pyte
     os.utime(checkpoint, (1001, 1001))
     warn_if_outdated(exported)
     assert capsys.readouterr().err == (
-        f"{exported} is older than best.safetensors beside it; to renew it, repeat its 'vil export' with --overwrite\n"
+        f"{exported} is older than best.safetensors beside it; to update it, run 'vil export' again with --overwrite\n"
     )
 
 

@@ -80,7 +80,7 @@ def test_a_resumed_run_takes_nothing_but_epochs(
 ) -> None:
     from vision_longformer.classification.task import ClassificationTask
 
-    with pytest.raises(ValueError, match=f"as it was started, with --epochs at most; leave out {refused}$"):
+    with pytest.raises(ValueError, match=f"as it was started; only --epochs may be added; leave out {refused}$"):
         run_training(ClassificationTask, recipe, "runs/a-1", output, changes, "vil train")
 
 

@@ -91,7 +91,7 @@ def test_a_wrong_level_of_folders(folder: Path, tmp_path: Path) -> None:
         (tmp_path / "outer" / f"{number}.png").write_bytes(b"")
     assert check_images(str(tmp_path / "outer"), workers=0).problems == [
         Problem("train", "", f"5 images lie outside of class folders, and 4 in them; {remedy}"),
-        Problem("train", "", "class 'dog' has a single image, so that none can be held out for evaluation"),
+        Problem("train", "", "class 'dog' has only one image, so none can be held out for evaluation"),
     ]
 
 

@@ -56,7 +56,7 @@ def test_places_without_annotations(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no annotations of split 'train'; they should be in annotations/"):
         open_detection(str(tmp_path), "train")
     (tmp_path / "train.json").write_text("{}")
-    message = r"split 'validation'; it has 'train' \(train\.json\), which --split train takes to evaluate on"
+    message = r"split 'validation'; it has 'train' \(train\.json\), which can be evaluated with --split train"
     with pytest.raises(FileNotFoundError, match=message):
         open_detection(str(tmp_path), "validation")
     for text, message in (
@@ -122,7 +122,7 @@ def test_boxes_without_masks(tmp_path: Path) -> None:
     assert not data.has_masks
     assert data.read(0)[1].masks is None
     mixed = [coco_annotation(1), coco_annotation(2, segmentation=[])]
-    with pytest.raises(ValueError, match="annotation 2 of image 1 has no mask, though others have"):
+    with pytest.raises(ValueError, match="annotation 2 of image 1 has no mask, although other annotations do"):
         _data(tmp_path, mixed)
     assert len(_data(tmp_path, mixed, masks=False).read(0)[1].boxes) == 2
 
@@ -130,8 +130,8 @@ def test_boxes_without_masks(tmp_path: Path) -> None:
 BAD = [
     ({"bbox": [5, 5, 0, 10]}, "has a box of zero area, [5, 5, 0, 10]"),
     ({"bbox": [5, 5, 10, -1]}, "has a box of zero area"),
-    ({"bbox": [35, 5, 10, 10]}, "has the box [35, 5, 10, 10], which leaves its image of 40×30"),
-    ({"bbox": [40.2, 5, 0.5, 10]}, "which leaves its image"),
+    ({"bbox": [35, 5, 10, 10]}, "has the box [35, 5, 10, 10], which extends beyond its image of 40×30"),
+    ({"bbox": [40.2, 5, 0.5, 10]}, "which extends beyond its image"),
     ({"bbox": [1, 2, 3]}, "it should be [left, top, width, height]"),
     ({"bbox": [1, 2, float("nan"), 3]}, "it should be [left, top, width, height]"),
     ({"area": None}, "has the area None; it should be a number of pixels"),
@@ -142,13 +142,13 @@ BAD = [
     ({"id": 2.5}, "has no id that is an integer"),
     ({"id": "nine"}, "has the text 'nine' as id; ids are integers"),
     ({"image_id": "1"}, "belongs to an image that the data set does not have: its image_id is the text '1'; ids are"),
-    ({"segmentation": [[1, 2, 3, 4]]}, "has a mask whose outline is no list of x, y"),
-    ({"segmentation": [[5, 5, 90, 5, 90, 15]]}, "has a mask that leaves its image of 40×30"),
+    ({"segmentation": [[1, 2, 3, 4]]}, "has a mask whose outline is not a list x, y"),
+    ({"segmentation": [[5, 5, 90, 5, 90, 15]]}, "has a mask that extends beyond its image of 40×30"),
     ({"segmentation": {"size": [40, 30], "counts": [1200]}}, "mask of height and width [40, 30], but its image is [30"),
     ({"segmentation": {"size": [30, 40], "counts": [7, 8]}}, "runs do not add up to the 1200 pixels"),
-    ({"segmentation": {"size": [30, 40], "counts": "@"}}, "has a mask without counts that are lengths of runs"),
+    ({"segmentation": {"size": [30, 40], "counts": "@"}}, "has a mask whose counts are not run lengths"),
     ({"segmentation": {"size": [30, 40], "counts": "5:"}}, "runs do not add up to the 1200 pixels"),
-    ({"segmentation": {"size": [30, 40]}}, "has a mask without counts"),
+    ({"segmentation": {"size": [30, 40]}}, "has a mask whose counts are not run lengths"),
 ]
 
 
@@ -254,7 +254,7 @@ def test_boxes_that_are_corners(tmp_path: Path) -> None:
     corners = [coco_annotation(number, bbox=[10, 10, 30, 25]) for number in (1, 2)]
     (report,) = check_coco(write_coco(tmp_path, coco_content([*corners, coco_annotation(3, bbox=[1, 1, 5, 5])])))
     assert report.problems[-1].what == (
-        "2 of 3 boxes leave their image; they all look like [left, top, right, bottom], but COCO's are "
+        "2 of 3 boxes extend beyond their image; all look like [left, top, right, bottom], but COCO's are "
         "[left, top, width, height]"
     )
     proper = coco_annotation(3, bbox=[20, 20, 5, 5])  # no corners: 5 is left of 20

@@ -50,7 +50,7 @@ def test_pretrained_weights_are_not_fetched_again(tmp_path: Path) -> None:
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
     classifier = save(VisionLongformer(SMALL_MODELS["vil"]), tmp_path / "c.safetensors")
     detector = save_detector(small_detector("retinanet"), tmp_path / "d.safetensors")
-    with pytest.raises(CheckpointError, match=r"c\.safetensors is a classifier, which .*; a detector was asked for"):
+    with pytest.raises(CheckpointError, match=r"c\.safetensors is a classifier, which .*; a detector is needed here"):
         load_detector(classifier)
     with pytest.raises(CheckpointError, match=r"d\.safetensors is"):
         load(detector)

@@ -240,9 +240,9 @@ def test_the_command_tells_what_becomes_of_images_of_other_shapes(
     assert lines[4].split() == ["photo", "1,", "384×384", "1.0e-07", "1"]
     assert lines[5].split() == ["photo", "2,", "384×384", "2.0e-07", "0.5"]
     assert lines[-1] == (
-        "it takes images of 384×384; those of another shape are padded, so that scores differ slightly from the "
-        "checkpoint's. If all of yours have the same shape, export with --size HEIGHTxWIDTH: their size after scaling "
-        "to at most 384 on the shorter and 512 on the longer side"
+        "the file takes images of 384×384; images of another shape are padded, so their scores differ slightly from "
+        "the checkpoint's. If all your images have the same shape, export with --size HEIGHTxWIDTH: their size after "
+        "scaling to at most 384 on the shorter and 512 on the longer side"
     )
 
 
@@ -291,7 +291,7 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for metadata, message in (
         (
             {"kind": "classifier"},
-            r"x\.onnx is a classifier, which is for 'vil predict' and .*; a detector was asked for",
+            r"x\.onnx is a classifier, which is for 'vil predict' and .*; a detector is needed here",
         ),
         ({"size": [0, 5]}, r"x\.onnx does not describe its detector \(image size is"),
         ({"padding": [0.5]}, r"x\.onnx does not describe its detector"),

@@ -209,7 +209,7 @@ def test_command(tmp_path: Path, photo: Path, capsys: pytest.CaptureFixture[str]
     detect_predict(checkpoint, [str(photo)], threshold=0.0, output=str(tmp_path / "out"), overwrite=True)
     capsys.readouterr()
     detect_predict(checkpoint, [str(photo)], threshold=1.0)
-    assert capsys.readouterr().out == f"{photo}: nothing found with a score of 1 or more; --threshold lowers it\n"
+    assert capsys.readouterr().out == f"{photo}: nothing found with a score of 1 or more; give a lower --threshold\n"
 
 
 def test_many_objects_are_not_all_printed(photo: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,8 +232,8 @@ def test_images_that_are_shrunk_much_are_told(tmp_path: Path, photo: Path, capsy
     half = write_detector(tmp_path / "half.safetensors", ["cat"], num_classes=1, min_size=(50,), max_size=50)
     detect_predict(str(small), [str(photo)], threshold=1.0, json=True)
     assert capsys.readouterr().err == (
-        "1 of 1 image shrunk to less than half, to 48 pixels as in training, so that small objects may be missed; "
-        "--tile 48 looks at such images in parts, --scale 1 as they are\n"
+        "1 of 1 image shrunk to less than half their size (48 pixels, as in training), so small objects may be missed; "
+        "--tile 48 processes such images in parts, --scale 1 at full size\n"
     )
     detect_predict(str(half), [str(photo)], threshold=1.0, json=True)
     detect_predict(str(small), [str(photo)], threshold=1.0, json=True, tile=64)
@@ -299,12 +299,14 @@ def test_an_image_that_does_not_fit_is_streamed(
     assert "the limit of 8 objects per image was reached; --detections (detections=…) raises it" in quiet
     streamed, said = _found(checkpoint, path, capsys, memory=str(limit))
     assert re.search(
-        r"large.png: 150×210 pixels at once need about \d+MB, but \d+MB are free or allowed: .* streamed", said
+        r"large.png: 150×210 pixels at once would need about \d+MB, but only \d+MB is free or allowed: "
+        r"streaming the image",
+        said,
     )
     _assert_same_results(whole, streamed)
     monkeypatch.setattr(prediction_module, "free_memory", lambda device: limit)
     streamed, said = _found(checkpoint, path, capsys, detections=20)
-    assert "streamed" in said
+    assert "streaming the image" in said
     assert len(streamed) > 8
     _assert_same_results(whole, streamed[:8])
 

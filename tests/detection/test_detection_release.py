@@ -203,7 +203,7 @@ def test_detects_from_a_file(tmp_path: Path) -> None:
 def test_other_detectors_are_refused(tmp_path: Path) -> None:
     state = _state("mask_rcnn")
     with pytest.raises(
-        CheckpointError, match=r"another detector than the configuration says[^\n]*\n24 missing:\n  backbone\.top"
+        CheckpointError, match=r"does not match the detector of the configuration[^\n]*\n24 missing:\n  backbone\.top"
     ):
         load_release_detector({"model": state}, _config("retinanet"))
     with pytest.raises(CheckpointError, match=r"do not fit the detector[^\n]*\n  roi_heads\.box_predictor\.cls_score"):

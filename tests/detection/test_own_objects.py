@@ -206,7 +206,7 @@ def test_starting_weights_bring_their_split(own: tuple[Path, Path, dict[str, str
     assert open_splits(recipe).evaluation.names == ["0.png"]
     assert open_splits(recipe).how == "the same images that the run it starts from held out"
     (tmp_path / "split.json").write_text(json.dumps({"train": ["a.png"], "evaluation": ["b.png"]}))
-    assert open_splits(recipe).how.startswith("held out anew: most of the images")
+    assert open_splits(recipe).how.startswith("newly held out: most images")
 
 
 def test_what_is_said_at_the_start(own: tuple[Path, Path, dict[str, str]]) -> None:

@@ -241,9 +241,7 @@ def test_what_a_shipped_recipe_is_about_is_not_said_of_the_model(
     assert recipe.about == TINY
     (checkpoint.parent / "recipe.yaml").write_text(to_yaml(recipe))
     card = (save_pretrained(checkpoint, tmp_path / "folder") / "README.md").read_text()
-    sentence = (
-        f"Trained with recipe `imagenet1k_tiny` (“{TINY}”, which is about the recipe and no result of this model)."
-    )
+    sentence = f"Trained with recipe `imagenet1k_tiny` (“{TINY}”, which describes the recipe, not this model)."
     assert (sentence in card) == named
     assert card.count("in the paper") == named
     assert "about:" not in card
@@ -302,7 +300,7 @@ def test_places_where_there_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no folder nowhere; 'vil hub save CHECKPOINT nowhere' makes"):
         push_to_hub("nowhere", "somebody/garments")
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="not one of ours; a classifier or a detector was asked for"):
+    with pytest.raises(CheckpointError, match="not one of ours; a classifier or a detector is needed here"):
         push_to_hub(tmp_path, "somebody/garments")
 
 

@@ -144,7 +144,7 @@ def test_the_image_is_never_overwritten(
     before = contents(folder)
     with pytest.raises(SystemExit):
         main(["encode", "model.safetensors", image, "--output", output, "--overwrite"])
-    sentence = f"vil: {path} would take the place of the image {image}; choose another output"
+    sentence = f"vil: {path} would overwrite the image {image}; choose another output"
     assert capsys.readouterr().err.strip() == sentence
     assert contents(folder) == before
 
@@ -206,7 +206,7 @@ def test_refused_before_the_run(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = ("--output", "x.zarr", "--stages", "1,2")
-    assert "x.npy holds one map, but 2 are asked for" in mistake(capsys, "--output", "x.npy", "--stages", "1,2")
+    assert "x.npy holds one map, not 2" in mistake(capsys, "--output", "x.npy", "--stages", "1,2")
     assert "stages is '5'; write numbers from 1 to 2" in mistake(capsys, "--output", "x.npy", "--stages", "5")
     assert "unknown dtype 'float8'" in mistake(capsys, "--output", "x.npy", "--dtype", "float8")
     too_small = mistake(capsys, *both, "--memory", "1KB")

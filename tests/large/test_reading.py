@@ -252,7 +252,7 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
     ),
     (not_finite, r"^.*x.npy at rows 40 to 49 has values that are NaN or infinite; replace them, by 0 for instance$"),
     (lambda path: path, r"there is no image file .*x.tif"),
-    (lambda path: path.mkdir() or path, r"x.tif is a folder, but not one of zarr"),
+    (lambda path: path.mkdir() or path, r"x.tif is a folder, but not a zarr store"),
 ]
 
 
@@ -267,7 +267,9 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
     image = open_image(write_tiff(tmp_path / "x.tif", **TILED))
     image[0:10]
     write_tiff(tmp_path / "x.tif", COLOUR[:60], **TILED)
-    with pytest.raises(ImageError, match=r"x.tif at rows 10 to 19 cannot be read: the file has changed meanwhile"):
+    with pytest.raises(
+        ImageError, match=r"x.tif at rows 10 to 19 cannot be read: the file has changed since it was opened"
+    ):
         image[10:20]
 
 
@@ -292,7 +294,9 @@ def test_a_zarr_array_that_changes(tmp_path: Path, level: str | None) -> None:
             (path / "other").write_text(str(rows))
         assert np.array_equal(image[0:10], array[0:10])
         array[rows] = COLOUR[rows] // 2
-        with pytest.raises(ImageError, match=r"x.zarr at rows 10 to 19 cannot be read: the file has changed meanwhile"):
+        with pytest.raises(
+            ImageError, match=r"x.zarr at rows 10 to 19 cannot be read: the file has changed since it was opened"
+        ):
             image[10:20]
         assert open_image(path, level=int(level or 0)).identity != before
 
@@ -304,7 +308,9 @@ def test_a_numpy_file_that_is_cut_off(tmp_path: Path) -> None:
     image = open_image(path)
     assert np.array_equal(image[0:10], COLOUR[0:10])
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(ImageError, match=r"x.npy at rows 74 to 74 cannot be read: the file has changed meanwhile"):
+    with pytest.raises(
+        ImageError, match=r"x.npy at rows 74 to 74 cannot be read: the file has changed since it was opened"
+    ):
         image[74:75]
     with pytest.raises(
         ImageError,
@@ -313,7 +319,9 @@ def test_a_numpy_file_that_is_cut_off(tmp_path: Path) -> None:
     ):
         open_image(path)
     os.truncate(path, 0)
-    with pytest.raises(ImageError, match=r"x.npy at rows 0 to 9 cannot be read: the file has changed meanwhile"):
+    with pytest.raises(
+        ImageError, match=r"x.npy at rows 0 to 9 cannot be read: the file has changed since it was opened"
+    ):
         image[0:10]
 
 

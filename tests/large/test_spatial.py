@@ -355,13 +355,13 @@ def test_a_model_that_is_not_shared_stays_as_it_is() -> None:
         (
             small_config(cfg.SpatialReduction(2)),
             "stage 1 has spatial_reduction attention, whose keys are made of the whole map; only models whose stages "
-            "are Longformer can be divided over processes",
+            "are Longformer can be divided among processes",
         ),
         (
             longformer(drop_rate=0.1),
             "drop_rate is 0.1, and the processes that share an image would each draw their own",
         ),
-        (None, "only images of a Vision Longformer can be divided over processes, and there is none here"),
+        (None, "only images of a Vision Longformer can be divided among processes; this model contains none"),
     ],
 )
 def test_models_that_cannot_be_divided(model: ModelConfig | None, message: str) -> None:

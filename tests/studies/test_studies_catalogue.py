@@ -175,7 +175,7 @@ def test_rows_that_cannot_be_run_are_named(tmp_path: Path) -> None:
     assert problems[0] == ""
     assert "unknown key 'learning_rate'" in problems[1]
     assert problems[2] == "there is another row 'a'; give each its own name"
-    assert problems[3] == "settings are by scale, and 'lr' is none of this study's: small"
+    assert problems[3] == "settings are given by scale, and 'lr' is not one of this study's: small"
     assert "no.yaml" in problems[4]
 
 

@@ -146,7 +146,9 @@ def test_one_process_takes_over_from_two(folder: Path) -> None:
     assert losses(run) == pytest.approx(losses(folder / "whole"), abs=1e-5)
     log = (run / "logs" / "rank0.log").read_text()
     assert "stopped by SIGTERM after step" in log
-    assert "1 process, where the run was started with 2: the batch of 12 is divided anew, each share in 2 parts" in log
+    assert (
+        "running with 1 process, but started with 2: the batch of 12 is divided again, each share into 2 parts" in log
+    )
 
 
 def can_connect(port: int) -> bool:
@@ -177,7 +179,7 @@ def test_a_run_goes_on_by_itself_when_a_node_is_gone_for_good(folder: Path) -> N
         assert first.wait(WAIT) == 0, first.errors()
     assert losses(run) == pytest.approx(losses(folder / "whole"), abs=1e-5)
     log = (run / "logs" / "rank0.log").read_text()
-    assert "1 process, where the run was started with 2" in log
+    assert "running with 1 process, but started with 2" in log
     assert "restart 1 of torchrun" in log
 
 
@@ -189,7 +191,8 @@ def test_a_stopped_worker_ends_in_a_sentence_and_not_in_silence(folder: Path) ->
         os.kill(stopped, signal.SIGSTOP)
         sentence = re.compile(
             r"vil: process 0 waited 30 s for the others after step \d+: process 1 has shown no sign of life for \d+ s; "
-            r"the log is stopped/logs/rank1.log; the checkpoint stopped/checkpoints/step_\d+.pt is intact: --resume"
+            r"the log is stopped/logs/rank1.log; the checkpoint stopped/checkpoints/step_\d+.pt is intact: "
+            r"continue with --resume"
         )
         training.until(lambda: bool(sentence.search(training.errors())))
         os.kill(stopped, signal.SIGKILL)  # torchrun would do so, half a minute later

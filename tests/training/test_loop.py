@@ -581,7 +581,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(
-        TrainingError, match=r"the disk is full; the checkpoint .*000001.pt is intact: .*, then --resume"
+        TrainingError, match=r"the disk is full; the checkpoint .*000001.pt is intact: .*, then continue with --resume"
     ):
         training(tmp_path / "run").train()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000000001.pt"]

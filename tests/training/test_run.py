@@ -223,7 +223,7 @@ def test_fewer_processes_split_their_shares_into_more_parts(
     caplog.set_level("INFO")
     resume(RecipeTask, run)
     assert RecipeTask.built.recipe.accumulate == 4
-    text = "1 process, where the run was started with 2: the batch of 12 is divided anew, each share in 4 parts"
+    text = "running with 1 process, but started with 2: the batch of 12 is divided again, each share into 4 parts"
     assert text in caplog.messages
     assert "accumulate: 2\n" in (run / "recipe.yaml").read_text()
 
@@ -367,7 +367,7 @@ def test_a_finished_run_is_trained_further(tmp_path: Path) -> None:
     assert "epochs: 2\nsteps: null\n" in text
     assert "phase_start: 3\n" in text
     assert resume(RecipeTask, run).last == resumed.last
-    with pytest.raises(ValueError, match="has 2 epochs already; --epochs counts those, so give more than that"):
+    with pytest.raises(ValueError, match="has 2 epochs already; --epochs is the total, so give more than that"):
         resume(RecipeTask, run, epochs=2)
 
 

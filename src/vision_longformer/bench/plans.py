@@ -122,7 +122,7 @@ def plan(what: str, options: Options, only: str | None = None) -> dict[str, list
     for option in ("implementations", "sizes", "models", "windows", "baseline", "batch", "shift"):
         if getattr(options, option) and not all(option in BENCHMARKS[name].applicable for name in names):
             takers = ", ".join(name for name, benchmark in BENCHMARKS.items() if option in benchmark.applicable)
-            raise ValueError(f"--{option} does not apply to 'vil bench {what}', but to one of {takers}")
+            raise ValueError(f"--{option} does not apply to 'vil bench {what}', only to {takers}")
     plans = {name: BENCHMARKS[name].groups(options) for name in names}
     if only is None:
         return plans

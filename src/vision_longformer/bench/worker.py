@@ -144,7 +144,7 @@ class _Process:
         code = self._process.wait()
         self._stderr.seek(0)
         lines = self._stderr.read().strip().splitlines()
-        end = "was killed, perhaps for want of memory" if code == -9 else f"ended with {code}"
+        end = "was killed, perhaps because it ran out of memory" if code == -9 else f"ended with {code}"
         return f"the measuring process {end}" + (f": {lines[-1]}" if lines else "")
 
     def close(self) -> None:

@@ -153,7 +153,7 @@ def _opened(location: str | Path, *formats: str) -> Iterator[Any]:
             if format not in formats:
                 what = READERS.get(format, "a safetensors file, but not one of ours")
                 wanted = " or ".join(READERS[wanted].partition(",")[0] for wanted in formats)
-                raise CheckpointError(f"{path} is {what}; {wanted} was asked for, and nothing was loaded")
+                raise CheckpointError(f"{path} is {what}; {wanted} is needed here; nothing was loaded")
             yield file
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a valid safetensors file ({error}); nothing was loaded") from error

@@ -144,7 +144,7 @@ def translate(state: Mapping[str, Tensor], names: ReleaseNames) -> dict[str, Ten
             problems.append(f"{len(keys)} {what}:\n  " + "\n  ".join(sorted(keys)))
     if problems:
         raise CheckpointError(
-            "the checkpoint is of another model than arch, attn_type and options say; nothing was loaded\n"
+            "the checkpoint does not match the model described by arch, attn_type and options; nothing was loaded\n"
             + "\n".join(problems)
         )
     return {ours: source.read(state) for ours, source in names.sources.items()}

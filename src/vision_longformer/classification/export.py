@@ -188,7 +188,7 @@ def load_exported_classifier(path: str | Path, size: int | tuple[int, int] | Non
     metadata = model.metadata
     if metadata["kind"] != "classifier":
         what = READERS[DETECTOR] if metadata["kind"] == "detector" else f"an exported {metadata['kind']}"
-        raise CheckpointError(f"{path} is {what}; a classifier was asked for")
+        raise CheckpointError(f"{path} is {what}; a classifier is needed here")
     preprocessing = Preprocessing.from_dict(metadata, str(path))
     if size is not None:
         wanted = size_pair(size)

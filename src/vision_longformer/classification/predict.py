@@ -74,8 +74,8 @@ def _logits(model: VisionLongformer | ExportedModel, image: Tensor, device: torc
         work = Work(model.config, len(model.stages), (height, width), torch.float32, torch.float32)
         needed, free = work.plain_bytes(), free_memory(device)
         if needed > free:
-            amounts = f"about {format_bytes(needed)}, but {format_bytes(free)} are free"
-            logger.info("%d×%d pixels at once need %s: they are computed strip by strip", height, width, amounts)
+            amounts = f"about {format_bytes(needed)}, but only {format_bytes(free)} is free"
+            logger.info("%d×%d pixels at once would need %s: computing strip by strip", height, width, amounts)
             memory = min(free_memory(torch.device("cpu")), free + work.token_bytes())  # tokens are not on a GPU
             return stream(model, image, memory=memory).logits
     with torch.no_grad():

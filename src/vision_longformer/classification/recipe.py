@@ -62,8 +62,8 @@ class ClassificationRecipe(BackboneSettings):
         init: what to start from: a checkpoint (.safetensors), a run directory, a folder or hub name of 'vil hub', or
             a built-in one (cifar10, cifar10_micro, cifar10_nano, fashion_mnist); tables are resized, and the head is
             replaced if classes differ.
-        table_resize: how its relative-position tables change size: offset or bilinear.
-        class_map: a file that says which class of the checkpoint each of the data's classes is, to keep head rows.
+        table_resize: how the relative-position tables of init are resized: offset or bilinear.
+        class_map: a file that maps classes of the data to classes of the checkpoint, whose rows of the head are kept.
         data: a folder, .npz, .tar or .zip file, shards (wds/…), hfds/…, torch/…, or the built-in fashion-mnist.
         train_split: name of the split to train on.
         eval_split: name of the split to evaluate on.
@@ -84,7 +84,7 @@ class ClassificationRecipe(BackboneSettings):
         cutmix: alpha of CutMix; 0 for none.
         mix_prob: probability that a batch is mixed at all.
         smoothing: label smoothing.
-        repeats: copies of an image per epoch, each augmented anew (repeated augmentation); epochs stay as long.
+        repeats: copies of an image, each augmented differently (repeated augmentation); epochs do not get longer.
         interpolation: bicubic, bilinear, nearest, or random in training.
         crop_pct: fraction of the resized image that evaluation crops; None for the model's own.
         mean: channel means; None for ImageNet's.

@@ -177,8 +177,8 @@ def train(
     """Train as a recipe says, in a new run directory (``runs/NAME-1`` or the next free number).
 
     Args:
-        recipe: name of a shipped one, a .yaml file, or the settings themselves; by default own_images if there is
-            ``data`` among the changes, and else quickstart.
+        recipe: name of a shipped one, a .yaml file, or the settings themselves; by default own_images if ``data`` is
+            among the changes, and otherwise quickstart.
         output: the run directory; it must not hold anything yet, but for ``resume``.
         resume: resume the run that the same call has started before, if there is one.
         callback: watches the run.

@@ -40,14 +40,14 @@ def bench(
 ) -> None:
     """Measure speed and memory on this machine: a table, a JSON file and plots.
 
-    'attention' compares implementations over map sizes, forward and backward; 'rules' the three masking rules;
-    'windows' window sizes; 'shift' random shift with attention to all neighbours; 'models' our models with others;
-    'scaling' the cost per token; 'large', which is not part of 'all', one large image, whole and strip by strip.
-    Variants take turns in one process; times are medians, with half the interquartile range. Each variant is timed with
-    the C library's default allocator and (but for 'large') with one that does not return memory to the system ('memory
-    kept': MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ are large), so that large blocks are not paid for again at
-    each call. Memory is measured in a new process. 'vil bench gpu --help' is about predictions for GPUs that need not
-    be present.
+    'attention' compares implementations over map sizes, forward and backward; 'rules' compares the three masking rules,
+    'windows' window sizes, 'shift' random shift and attention to all neighbours, 'models' our models and others;
+    'scaling' measures the cost per token; 'large', which is not part of 'all', measures one large image, whole and
+    strip by strip. Variants take turns in one process; times are medians, with half the interquartile range. Each
+    variant is timed with the C library's default allocator and (but for 'large') with one that does not return memory
+    to the system ('memory kept': MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ are large), so that large blocks are
+    not paid for again at each call. Memory is measured in a new process. For predictions for GPUs that need not be
+    present, see 'vil bench gpu --help'.
 
     Args:
         what: attention, rules, windows, shift, models, scaling, large or all.
@@ -59,7 +59,7 @@ def bench(
         baseline: what others are compared with: an implementation or, for 'models', a model.
         batch: maps or images per run.
         shift: for 'models', also time random shift in training.
-        only: only figures with this in their name, such as 'shapes' of 'attention'.
+        only: run only figures whose name contains this, such as 'shapes' of 'attention'.
         budget: approximate time in seconds; the number of rounds is adapted to it. Without --quick, everything is timed
             at least once.
         threads: number of threads; torch's by default.

@@ -18,13 +18,14 @@ IMBALANCE = 3
 
 
 def check(data: str, *, json: bool = False) -> None:
-    """Check images in class folders before training: what there is, and what is wrong. Exit code 1 if anything is.
+    """Check images in class folders before training. The exit code is 1 if anything is wrong.
 
     It reads every image and reports unreadable files, duplicates within and across splits and classes, classes that a
     split lacks, and files that are ignored; and it counts images by class, format and size.
 
     Args:
-        data: a folder with a folder per class, in splits such as train and val or not; or a .npz, .tar or .zip file.
+        data: a folder with a subfolder per class, with or without splits such as train and val; or a .npz, .tar or
+            .zip file.
         json: print JSON.
     """
     from ..data.check import check_images

@@ -89,7 +89,9 @@ def _draw(result: Result, path: str) -> Path:
     from ..classification.pictures import draw_confusion
 
     if result.confusion is None:
-        raise ValueError(f"confusions are counted up to {MAX_CONFUSION_CLASSES} classes; there are {len(result.seen)}")
+        raise ValueError(
+            f"a confusion matrix can have at most {MAX_CONFUSION_CLASSES} classes; there are {len(result.seen)}"
+        )
     return draw_confusion(result.confusion, result.classes, path)
 
 

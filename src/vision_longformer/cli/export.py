@@ -25,7 +25,7 @@ def export(
     backbone: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Write a model as a file that runs without this package, and compare what it computes with the model.
+    """Write a model as a file that runs without this package, and compare its outputs with the model's.
 
     An exported classifier takes batches of any size, an exported detector one image at a time. The file carries the
     names of the classes and how images are prepared, so that 'vil predict', 'vil evaluate', 'vil detect predict' and
@@ -96,9 +96,9 @@ def _padding_note(metadata: Mapping[str, Any]) -> str:
     least, most = metadata["config"]["min_size"][-1], metadata["config"]["max_size"]
     shorter = f"{least} on the shorter and " if least < most else ""
     return (
-        f"it takes images of {size_text(metadata['size'])}; those of another shape are padded, so that scores differ "
-        "slightly from the checkpoint's. If all of yours have the same shape, export with --size HEIGHTxWIDTH: "
-        f"their size after scaling to at most {shorter}{most} on the longer side"
+        f"the file takes images of {size_text(metadata['size'])}; images of another shape are padded, so their scores "
+        "differ slightly from the checkpoint's. If all your images have the same shape, export with --size "
+        f"HEIGHTxWIDTH: their size after scaling to at most {shorter}{most} on the longer side"
     )
 
 

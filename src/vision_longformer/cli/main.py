@@ -41,7 +41,7 @@ COMMANDS = Group(
         "doctor": doctor,
         "models": models,
         "cost": cost,
-        "table": Group("The paper's tables beside our values.", {"cost": table_cost, "detection": table_detection}),
+        "table": Group("The paper's tables next to our values.", {"cost": table_cost, "detection": table_detection}),
         "convert": convert,
         "bench": Group("Measure speed and memory on this machine.", {"gpu": bench_gpu}, otherwise=bench),
         "check": check,
@@ -61,13 +61,13 @@ COMMANDS = Group(
                 "convert": detect_convert,
             },
         ),
-        "study": Group("The paper's comparisons.", {"show": study_show}, otherwise=study),
+        "study": Group("Run the paper's comparisons.", {"show": study_show}, otherwise=study),
         "explain": explain,
         "export": export,
         "quantise": quantise,
         "hub": Group("Models as folders, and on the Hugging Face Hub.", {"save": hub_save, "push": hub_push}),
     },
-    f"Errors are reported in one sentence; with {TRACEBACK}=1 in the environment, after Python's traceback.",
+    f"Errors are reported in one sentence; {TRACEBACK}=1 in the environment also prints Python's traceback.",
 )
 
 

@@ -143,7 +143,7 @@ def warn_if_outdated(exported: str | Path) -> None:
     checkpoint = path.with_suffix(".safetensors") if path.is_file() else None
     if checkpoint and checkpoint.is_file() and checkpoint.stat().st_mtime > path.stat().st_mtime:
         print(
-            f"{path} is older than {checkpoint.name} beside it; to renew it, repeat its 'vil export' with --overwrite",
+            f"{path} is older than {checkpoint.name} beside it; to update it, run 'vil export' again with --overwrite",
             file=sys.stderr,
         )
 

@@ -26,7 +26,7 @@ def predict(
     Args:
         checkpoint: a run directory, a .safetensors file of a classifier, a folder or hub name of 'vil hub', a
             built-in one (cifar10, cifar10_micro, cifar10_nano, fashion_mnist), or a file from 'vil export'.
-        images: image files of any format and size, or folders of them, with the folders inside.
+        images: image files of any format and size, or folders of them, including subfolders.
         top: number of classes to print.
         size: height and width of the input image, as 480x640, or one number for a square; as in training by default.
         skip_bad_images: skip images that cannot be read, and say so, instead of stopping.
@@ -72,6 +72,6 @@ def picture_paths(files: Sequence[Path], folder: Path, overwrite: bool = False) 
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path} exists; choose another folder, or replace pictures with --overwrite")
         if path in sources:
-            raise ValueError(f"{sources[path]} and {file} would both become {path}; predict them into two folders")
+            raise ValueError(f"{sources[path]} and {file} would both be written to {path}; use separate folders")
         sources[path] = file
     return list(sources)

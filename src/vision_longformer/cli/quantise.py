@@ -33,8 +33,9 @@ def quantise(
         model: a .onnx or .xml file from 'vil export'.
         output: the file to write, as MODEL_int8.onnx by default.
         to: int8 or bf16.
-        data: images on which to compare both files of a classifier, given as to 'vil evaluate'; none by default. int8
-            in OpenVINO, for classifiers only, needs them, and is first calibrated on 256 images of the split "train".
+        data: images on which to compare both files of a classifier, given as in 'vil evaluate'; none by default. They
+            are required for int8 in OpenVINO (classifiers only), which is first calibrated on 256 images of the split
+            "train".
         split: name of the split.
         batch_size: images per batch.
         workers: data-loading processes.

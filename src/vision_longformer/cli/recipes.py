@@ -121,7 +121,7 @@ def recipe_settings(task: str) -> Settings:
     from ..detection.config import DetectorConfig
     from ..models.config import ModelConfig
 
-    about = "A default holds where neither the recipe nor the command line says otherwise."
+    about = "A default applies unless the recipe or the command line says otherwise."
     nested: dict[str, type] = {"model_options": ModelConfig}
     if task == "detection":
         nested["detector_options"] = DetectorConfig

@@ -37,7 +37,7 @@ def study(
     fresh: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """Run one of the paper's comparisons, or all: every row of it with several seeds.
+    """Run one of the paper's comparisons, or all of them: every row with several seeds.
 
     What will be run and what it costs is listed first. Finished runs are not repeated, interrupted ones
     resume, and one that fails leaves a gap in the table. 'vil study show' prints the results that come with
@@ -52,7 +52,7 @@ def study(
         data: CIFAR-10 (cifar10.npz by default), ImageNet or COCO; the built-in garments need none. Results that come
             with the package count only for the data that they were made with.
         output: folder of the runs and their results.
-        executor: local, or slurm for the jobs of a cluster.
+        executor: local, or slurm to submit the runs to a cluster.
         slurm: options of the cluster's jobs, as in slurm_partition=gpu,gpus_per_node=8,tasks_per_node=8.
         fresh: repeat runs whose results come with the package.
         dry_run: list what would be run and its cost, and stop.
@@ -161,7 +161,7 @@ def _print_plan(study: Study, scale: str, runs: Sequence[PlannedRun], store: Res
             print_line(f"{run.row.name} cannot be run: {run.problem}")
     due = sum(run.is_due for run in runs)
     expected = f", about {duration(total / jobs)} with {counted(jobs, 'run')} at a time" if due and not unknown else ""
-    print_line(f"{counted(due, 'run')} to do of {len(runs)}{expected}\n")
+    print_line(f"{due} of {counted(len(runs), 'run')} to do{expected}\n")
 
 
 @contextmanager

@@ -25,11 +25,11 @@ def train(
 ) -> None:
     """Train a classifier.
 
-    Without arguments, a small Vision Longformer learns the built-in Fashion-MNIST images in a few minutes. With your
-    own images, 'vil train --data FOLDER': a folder per class in it, model and settings chosen by what is found. Change
-    any setting of a recipe by --key value, as in 'vil train cifar10 --epochs 5 --lr 1e-3'; 'vil recipes' lists the
-    recipes, 'vil recipes NAME --all' all settings. With several processes: 'torchrun --nproc-per-node 4 -m
-    vision_longformer train …'. Ctrl-C saves a checkpoint and stops.
+    Without arguments, a small Vision Longformer learns the built-in Fashion-MNIST images in a few minutes. To train on
+    your own images, use 'vil train --data FOLDER', with a subfolder per class; model and settings are derived from the
+    images. Change any setting of a recipe with --key value, as in 'vil train cifar10 --epochs 5 --lr 1e-3'; 'vil
+    recipes' lists the recipes, 'vil recipes NAME --all' all settings. With several processes: 'torchrun
+    --nproc-per-node 4 -m vision_longformer train …'. Ctrl-C saves a checkpoint and stops.
 
     Args:
         recipe: a name from 'vil recipes' or a .yaml file of your own; by default own_images with --data, else

@@ -38,7 +38,7 @@ def run_training(
     others = [f"--{name.replace('_', '-')}" for name in changes if name != "epochs"]
     if resume not in (None, AUTO) and (others or output or recipe):
         refused = ", ".join([*([recipe] if recipe else []), *(["--output"] if output else []), *others])
-        raise ValueError(f"--resume continues a run as it was started, with --epochs at most; leave out {refused}")
+        raise ValueError(f"--resume continues a run as it was started; only --epochs may be added; leave out {refused}")
     first = int(os.environ.get("RANK", 0)) == 0
     callback = TrainingProgress(task_type.best_metric)
     try:

@@ -144,7 +144,7 @@ def _misplaced(sources: Mapping[str, Source]) -> list[Problem]:
         counts = Counter(map(int, source.labels))
         for number, name in enumerate(source.classes if len(sources) == 1 else ()):
             if counts[number] == 1:
-                whats.append(f"class {name!r} has a single image, so that none can be held out for evaluation")
+                whats.append(f"class {name!r} has only one image, so none can be held out for evaluation")
         problems += [Problem(split, "", what) for what in whats]
     return problems
 

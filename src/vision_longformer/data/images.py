@@ -93,9 +93,7 @@ def _pillow_limit(lifted: bool) -> Iterator[None]:
 def _check_size(image: Image.Image) -> None:
     """Pillow refuses such sizes too, but an application may have lifted its limit."""
     if image.width * image.height > MAX_PIXELS:
-        raise Image.DecompressionBombError(
-            f"{image.width}×{image.height} pixels are more than the {MAX_PIXELS:,} that are decoded"
-        )
+        raise Image.DecompressionBombError(f"{image.width}×{image.height} pixels exceed the limit of {MAX_PIXELS:,}")
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -23,8 +23,8 @@ HELD_OUT = "held out from the training images"
 AS_BEFORE = "held out as before"
 INHERITED = "the same images that the run it starts from held out"
 UNKNOWN = (
-    "held out anew: most of the images that the starting weights were trained on are not here by name, and if they are "
-    "under other names, the evaluation counts images that were trained on"
+    "newly held out: most images that the starting weights were trained on are not found here by name; if they are "
+    "here under other names, the evaluation counts images that were trained on"
 )
 """How images came to be held out, in words."""
 

@@ -199,7 +199,7 @@ def _corner_problems(inspection: Inspection) -> Iterator[Problem]:
         yield Problem(
             None,
             None,
-            f"{leaving} of {len(boxes)} boxes leave their image; they all look like [left, top, right, bottom], but "
+            f"{leaving} of {len(boxes)} boxes extend beyond their image; all look like [left, top, right, bottom], but "
             "COCO's are [left, top, width, height]",
         )
 
@@ -310,7 +310,7 @@ def _annotation_file(data: Path, split: str) -> Path:
         )
     others = {name: file for name in SPLITS if (file := split_file(data, name))}
     there = " and ".join(f"{name!r} ({file.relative_to(data)})" for name, file in others.items())
-    hint = f"; it has {there}, which --split {next(iter(others))} takes to evaluate on" if others else ""
+    hint = f"; it has {there}, which can be evaluated with --split {next(iter(others))}" if others else ""
     raise FileNotFoundError(
         f"{data} has no annotations of split {split!r}{hint}; they should be in annotations/instances_{split}.json, "
         f"{split}.json or {UNDIVIDED}"
@@ -509,7 +509,7 @@ def _box_problem(box: object, image: Record) -> str | None:
         return f"has a box of zero area, {box}"
     inside = min(left + width, image["width"]) > max(left, 0) and min(top + height, image["height"]) > max(top, 0)
     if not inside or _leaves(left, left + width, image["width"]) or _leaves(top, top + height, image["height"]):
-        return f"has the box {box}, which leaves its image of {image['width']}×{image['height']}"
+        return f"has the box {box}, which extends beyond its image of {image['width']}×{image['height']}"
     return None
 
 
@@ -521,14 +521,14 @@ def _mask_problem(record: Record, image: Record) -> str | None:
     size = [image["height"], image["width"]]
     shape = record.get("segmentation")
     if not _has_mask(record):
-        return "has no mask, though others have"
+        return "has no mask, although other annotations do"
     if isinstance(shape, dict):
         return _rle_problem(shape, size)
     for polygon in shape if isinstance(shape, list) else [shape]:
         if not isinstance(polygon, list) or len(polygon) < 6 or len(polygon) % 2 or not all(map(_is_number, polygon)):
-            return "has a mask whose outline is no list of x, y, x, y, … for at least three points"
+            return "has a mask whose outline is not a list x, y, x, y, … of at least three points"
         if any(_leaves(min(polygon[axis::2]), max(polygon[axis::2]), size[1 - axis]) for axis in (0, 1)):
-            return f"has a mask that leaves its image of {image['width']}×{image['height']}"
+            return f"has a mask that extends beyond its image of {image['width']}×{image['height']}"
     return None
 
 
@@ -538,7 +538,7 @@ def _rle_problem(mask: Record, size: list[int]) -> str | None:
     counts = mask.get("counts")
     runs = _decoded_runs(counts) if isinstance(counts, str) else counts
     if not isinstance(runs, list) or not all(isinstance(run, int) and run >= 0 for run in runs):
-        return "has a mask without counts that are lengths of runs"
+        return "has a mask whose counts are not run lengths"
     if sum(runs) != size[0] * size[1]:
         return f"has a mask whose runs do not add up to the {size[0] * size[1]} pixels of its image"
     return None

@@ -343,7 +343,7 @@ def load_exported_detector(path: str | Path) -> ExportedDetector:
     model_type = model.metadata["kind"]
     if model_type != "detector":
         what = READERS[CLASSIFIER] if model_type == "classifier" else f"an exported {model_type}"
-        raise CheckpointError(f"{path} is {what}; a detector was asked for, and nothing was loaded")
+        raise CheckpointError(f"{path} is {what}; a detector is needed here; nothing was loaded")
     try:
         return ExportedDetector(model)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -150,8 +150,8 @@ def _fits(model: nn.Module, image: Image.Image, file: Path, limit: int) -> bool:
     needed = bytes_at_once(model, size)
     if needed is None or needed <= limit:
         return True
-    amounts = f"about {format_bytes(needed)}, but {format_bytes(limit)} are free or allowed"
-    logger.info("%s: %d×%d pixels at once need %s: they are streamed", file, *size, amounts)
+    amounts = f"about {format_bytes(needed)}, but only {format_bytes(limit)} is free or allowed"
+    logger.info("%s: %d×%d pixels at once would need %s: streaming the image", file, *size, amounts)
     return False
 
 

@@ -61,7 +61,7 @@ class DetectionRecipe(BackboneSettings):
         detector_options: fields of the detector's configuration to change, such as {"min_size": [480]}.
         init: a classifier for the backbone: a checkpoint (.safetensors), a run directory, a folder or hub name of
             'vil hub', or a built-in one (cifar10, cifar10_micro, cifar10_nano); its tables are resized.
-        table_resize: how its relative-position tables change size: bilinear, as in the paper, or offset.
+        table_resize: how the relative-position tables of init are resized: bilinear, as in the paper, or offset.
         data: a folder in COCO's format, or the built-in garments (garments:320 for small images).
         train_split: name of the split to train on.
         eval_split: name of the split to evaluate on.
@@ -69,7 +69,7 @@ class DetectionRecipe(BackboneSettings):
         hflip: probability of a horizontal flip.
         scale_jitter: smallest and largest factor by which objects change in size, by cropping or padding the image.
         color_jitter: brightness, contrast and saturation change by a factor of up to 1 ± this.
-        freeze: number of first stages of the backbone, patch embedding included, that keep their initial weights.
+        freeze: keep the first N stages of the backbone, including patch embeddings, at their initial weights.
     """
 
     task: ClassVar[str] = "detection"

@@ -67,7 +67,7 @@ def _translated(state: Mapping[str, Tensor], names: ReleaseNames) -> dict[str, T
     except CheckpointError as error:
         differences = str(error).partition("\n")[2]
         raise CheckpointError(
-            f"the file is of another detector than the configuration says; nothing was loaded\n{differences}"
+            f"the file does not match the detector of the configuration; nothing was loaded\n{differences}"
         ) from error
 
 

@@ -67,7 +67,7 @@ def stream_detections(
             what is free.
         storage: a folder for the backbone's tokens; None for memory. A run that ended early is resumed from there; it
             is emptied at the end.
-        progress: called with how many of how many multiplications are done, about.
+        progress: called with the approximate number of multiplications that are done, and of all.
     """
     if (reason := refuse_streaming(model)) is not None:
         raise ValueError(reason)

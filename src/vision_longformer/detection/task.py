@@ -105,7 +105,7 @@ class DetectionTask(TrainingTask):
         trial = trial_of_detector(self.model, statistics, self.accelerator.device)
         plan = scale_up(recipe, self.model, "", self.batches_per_epoch, len(splits.evaluation), trial)
         as_found = " as found" if recipe.skip_bad else ""
-        frozen = f", the first {recipe.freeze} stages as they are" if recipe.freeze else ""
+        frozen = f", with the first {recipe.freeze} stages frozen" if recipe.freeze else ""
         parameters = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         return {
             "data": recipe.data,

@@ -88,7 +88,7 @@ def _training(run: RunFacts) -> str:
     shipped = ""
     if run.shipped is not None:
         name, about = run.shipped
-        shipped = f"Trained with recipe `{name}` (“{about}”, which is about the recipe and no result of this model). "
+        shipped = f"Trained with recipe `{name}` (“{about}”, which describes the recipe, not this model). "
     return (
         f"## Data and recipe\n\n{shipped}Trained on `{run.data}`, {run.trained_on}, with {packages}. "
         f"Settings that differ from the defaults:\n\n```yaml\n{run.recipe.rstrip()}\n```"

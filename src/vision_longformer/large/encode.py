@@ -105,9 +105,9 @@ def _write_all(
 def check_output(output: Path, stages: Sequence[int], overwrite: bool = False, image: Path | None = None) -> None:
     """Refuse an output that cannot be written, or would take the place of the image, before anything is computed."""
     if not stages:
-        raise ValueError("no stages are asked for; name one at least")
+        raise ValueError("no stages were requested; name at least one")
     if output.suffix == ".npy" and len(stages) > 1:
-        raise ValueError(f"{output} holds one map, but {len(stages)} are asked for; give a folder, or a name in .zarr")
+        raise ValueError(f"{output} holds one map, not {len(stages)}; give a folder, or a name that ends in .zarr")
     if output.suffix == ".zarr" and find_spec("zarr") is None:
         raise ValueError(f"{output} needs the package zarr; install it with: pip install 'vision-longformer[large]'")
     if not output.name:
@@ -118,7 +118,7 @@ def check_output(output: Path, stages: Sequence[int], overwrite: bool = False, i
     around = [] if image is None else [image, *image.absolute().parents, *image.resolve().parents]
     for path in _paths(output):
         if path.exists() and any(path.samefile(each) for each in around if each.exists()):
-            raise ValueError(f"{path} would take the place of the image {image}; choose another output")
+            raise ValueError(f"{path} would overwrite the image {image}; choose another output")
         if path.exists() and not (overwrite or _marker(output).exists()):
             raise FileExistsError(f"{path} exists; choose another output, or replace it with --overwrite")
 

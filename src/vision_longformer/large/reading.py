@@ -91,7 +91,9 @@ class LargeImage:
 
     def _check_unchanged(self, where: str) -> None:
         if _stamp(self._stamped) != self._stamp:
-            raise RowsError(f"{where} cannot be read: the file has changed meanwhile; start again when it is complete")
+            raise RowsError(
+                f"{where} cannot be read: the file has changed since it was opened; start again when it is complete"
+            )
 
 
 def _stamp(file: Path | None) -> tuple[int, int] | None:
@@ -143,7 +145,7 @@ def _open(path: Path, channels: int, level: int, allow_large: bool) -> Any:
     if is_zarr(path):
         return _open_zarr(path, level)
     if path.is_dir():
-        raise ValueError(f"{path} is a folder, but not one of zarr; give an image file")
+        raise ValueError(f"{path} is a folder, but not a zarr store; give an image file")
     with path.open("rb") as file:
         start = file.read(4)
     if start in TIFF_STARTS:

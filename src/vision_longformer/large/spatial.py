@@ -40,8 +40,8 @@ def spatial_parallel(model: M, mesh: DeviceMesh) -> M:
     """Let the processes of a mesh, or of one dimension of it, share every image that a model is given.
 
     Every Vision Longformer in ``model`` is changed in place, as FSDP2 does it; its parameters and their names stay as
-    they are. All processes of the mesh give it the same images, of any height, and get the same logits, features and
-    maps, each a whole one. Processes beyond the chunk rows of a map have nothing to do there.
+    they are. All processes of the mesh must give it the same images, of any height, and get the same complete logits,
+    features and maps. Where a map has fewer chunk rows than there are processes, the rest of them have nothing to do.
 
     For training, wrap the result in DDP, or in FSDP2, over *all* processes: those that share an image and, if the
     mesh has another dimension, those with other images. The mean of their gradients is the gradient of one process.
@@ -73,7 +73,7 @@ def check_divisible(model: nn.Module, processes: int, size: tuple[int, int] | No
     """Refuse a model whose images, if it is known of this ``size``, cannot be divided over so many processes."""
     backbones = _backbones(model)
     if not backbones:
-        raise ValueError("only images of a Vision Longformer can be divided over processes, and there is none here")
+        raise ValueError("only images of a Vision Longformer can be divided among processes; this model contains none")
     for part in backbones:
         _check_mechanisms(part.config, len(part.stages))
         if part.config.drop_rate:
@@ -97,7 +97,7 @@ def _check_mechanisms(config: ModelConfig, count: int) -> None:
         if not isinstance(stage.attention, Longformer):
             raise ValueError(
                 f"stage {number} has {stage.attention.mechanism} attention, whose keys are made of the whole map; only "
-                "models whose stages are Longformer can be divided over processes"
+                "models whose stages are Longformer can be divided among processes"
             )
 
 

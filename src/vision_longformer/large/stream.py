@@ -74,15 +74,15 @@ def stream(
         image: a tensor (channels, height, width), or anything that :func:`open_image` takes or has opened: a file, or
             an array (height, width, channels). Numbers of type uint8 are divided by 255, of type uint16 by 65535, and
             normalised by ``mean`` and ``std``; others are taken as they are.
-        memory: what tokens and strips may take, beside the model and the image: ``"2GB"``, or a number of bytes.
+        memory: how much tokens and strips may take, on top of the model and the image: ``"2GB"``, or a number of bytes.
         rows: chunk rows of a strip, in place of those that ``memory`` allows.
         storage: a folder for the tokens; None for memory. If the folder holds the tokens of a run that ended early, the
             run is resumed after its last finished block. A folder that another process works in is refused.
         dtype: what tokens are stored as, the model's own type if None; bfloat16 halves them.
         maps: numbers of the stages whose maps are returned, counted from 0. With ``storage`` they are memory-mapped.
         given_tokens: (n, ``given_token_dim``), for models that take any.
-        identity: what the image is called where a run is resumed. By default a file's path, size and time, or a hash of
-            an array's numbers, for which the array is read once more.
+        identity: what tells the image from others when a run is resumed. By default a file's path, size and time, or a
+            hash of an array's numbers, for which the array is read once more.
         progress: called after every strip.
     """
     pixels = Pixels(image, model.config.in_chans, mean, std)

@@ -154,11 +154,11 @@ class StageConfig:
     - :class:`Linformer` is made for one number of tokens: its model takes no given tokens.
 
     Args:
-        dim: channels of the tokens; the map that the stage hands on has as many.
+        dim: channels of the tokens, and of the map that the stage passes on.
         depth: number of blocks.
         heads: attention heads of each block, with ``dim / heads`` channels each.
         patch: by how much the embedding reduces height and width of the image or of the map before; 1 keeps them.
-        attention: the mechanism of all blocks, a configuration object of its own: one of the six.
+        attention: the mechanism of all blocks, as an object of one of the six configuration classes.
         global_tokens: learned tokens beside the map. In :class:`Longformer` and :class:`GlobalMemory` all tokens attend
             to them and they attend to all; in :class:`SpatialReduction` their keys are not reduced; elsewhere they are
             tokens like others.

@@ -65,11 +65,11 @@ def local_attention(
 
     A query sees the G global keys and those local keys that ``rule`` admits (see
     :data:`~vision_longformer.geometry.RULES`) among its own chunk of ``window``×``window`` tokens and its neighbours:
-    ``"all"`` eight, none (``"self"``), or one of 1..8, a number or a 0-dimensional integer tensor. Its scores are
-    ``scale * q·k`` plus a bias that depends on the relative offset, or on the global key. All tensors have one device;
-    q, k and v have one dtype, to which autocast brings them where it is enabled. Biases have the dtype of q, or float32
-    beside 16-bit q, k and v, and autocast leaves them alone: they are added, and their gradients summed, in float32 at
-    least.
+    all eight (``"all"``), none (``"self"``), or one, 1..8, as a number or a 0-dimensional integer tensor. Its scores
+    are ``scale * q·k`` plus a bias that depends on the relative offset, or on the global key. All tensors must be on
+    one device; q, k and v must have one dtype, to which autocast casts them where it is enabled. Biases have the dtype
+    of q, or float32 beside 16-bit q, k and v, and autocast leaves them alone: they are added, and their gradients
+    summed, in float32 at least.
 
     With a ``halo`` the queries are a band of whole chunk rows of a map, and the keys are theirs and those of the chunk
     rows above and below: bands of a map, computed one by one, are the map's own result. A side of 0 rows is an edge of

@@ -120,7 +120,7 @@ class Study:
             return f"there is another row {same[0].name!r}; give each its own name"
         for name in row.settings:
             if name not in self.scales:
-                return f"settings are by scale, and {name!r} is none of this study's: {', '.join(self.scales)}"
+                return f"settings are given by scale, and {name!r} is not one of this study's: {', '.join(self.scales)}"
         try:
             self.settings(row, scale, 0)
         except (ValueError, TypeError, OSError) as error:

@@ -196,8 +196,8 @@ class TrainingLoop:
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
             raise TrainingError(
-                f"the loss is {loss} around step {self.counters.step}; {self._checkpoint_note()}, from which a run "
-                "with a lower lr, a longer warmup or clip_norm may be started"
+                f"the loss is {loss} around step {self.counters.step}; {self._checkpoint_note()}; start a new run with "
+                "a lower lr, a longer warmup or clip_norm"
             )
 
     def _at_end(self) -> bool:
@@ -262,7 +262,7 @@ class TrainingLoop:
             raise explained from error
 
     def _as_training_error(self, error: Exception) -> Exception:
-        resume = f"--resume {self.run.path}" if self.checkpointer.latest() else ""
+        resume = f"continue with --resume {self.run.path}" if self.checkpointer.latest() else ""
         if _is_full_disk(error):
             return TrainingError(
                 f"the disk is full; {self._checkpoint_note()}: free some space, then {resume or 'start again'}"
@@ -285,7 +285,7 @@ class TrainingLoop:
         if TIMED_OUT.search(error):
             silent = describe_silent(self.run.logs, count, 60 * self.settings.timeout_minutes)
             return f"process {rank} waited {waited} for the others after step {self.counters.step}: {silent}"
-        return f"another process of {count} ended after step {self.counters.step}, which process {rank} noticed"
+        return f"another of the {count} processes ended after step {self.counters.step}, as process {rank} noticed"
 
     def _checkpoint_note(self) -> str:
         path = self.checkpointer.latest()

@@ -53,17 +53,18 @@ class TrainSettings:
         spatial: processes that share each image, for images too large for one; it must divide the number of processes.
         optimizer: adamw, sgd; release_adamw and release_qhm step as the authors' release does.
         lr: peak learning rate.
-        lr_batch: the batch size that lr is stated for; it is scaled to batch_size. None: not scaled.
+        lr_batch: the batch size that lr is stated for; lr is then scaled to batch_size. None: lr is not scaled.
         beta2: decay of the squared gradients of adamw and release_adamw.
         momentum: for sgd and release_qhm.
-        weight_decay: decoupled for adamw.
-        decay: what decays: matrices (no biases, norms, tokens, position tables), release (its grouping) or all.
+        weight_decay: strength of weight decay; decoupled for adamw.
+        decay: what weight decay applies to: matrices (not biases, norms, tokens or position tables), release (the same
+            parameters as in the authors' release) or all.
         clip_norm: largest norm of the whole gradient; None for no limit.
         schedule: cosine, linear, multistep, constant; release_cosine counts the steps of warm-up too.
         warmup: epochs of linear warm-up.
-        warmup_steps: the same in optimiser steps, instead of epochs.
+        warmup_steps: optimiser steps of linear warm-up, instead of epochs.
         warmup_factor: the first step's learning rate, as a fraction of lr.
-        min_lr: where the schedule ends.
+        min_lr: learning rate at the end of the schedule.
         milestones: for multistep, the fractions of the run at which the rate falls to a tenth.
         ema: decay of an exponential moving average of the weights, which is then evaluated and saved; None for none.
         workers: data-loading processes.
@@ -71,7 +72,7 @@ class TrainSettings:
         checkpoint_minutes: time between checkpoints; there is one after each epoch as well.
         log_every: steps between lines of metrics.
         eval_every: epochs between evaluations.
-        patience: stop after this many evaluations without a better one; None to train to the end.
+        patience: stop after this many evaluations without improvement; None to train to the end.
         phase_start: the step at which a finished run was given more epochs, and its schedule started anew.
     """
 
@@ -178,8 +179,8 @@ class BackboneSettings(TrainSettings):
         drop_path: rate of dropped residual branches in the last block; it grows linearly with depth.
         neighbours: what local attention sees in training: all, self, or random (random shift).
         shift_until: with random, the fraction of the run after which all neighbours are seen.
-        eval_fraction: hold out this part of the training images for evaluation; None: only where the data has no
-            evaluation split, 0.15 of them.
+        eval_fraction: hold out this fraction of the training images for evaluation; None: 0.15 of them if the data has
+            no evaluation split, otherwise none.
         auto: derive settings that are not given from the data and the machine, as for data of your own.
     """
 

@@ -153,7 +153,7 @@ def _parts_now(settings: BackboneSettings, started_with: int, accelerator: Accel
     parts = min(ceil_div(settings.accumulate * started_with, count), most)
     if count != started_with and accelerator.is_main_process:
         logger.info(
-            "%s, where the run was started with %d: the batch of %d is divided anew, each share in %s",
+            "running with %s, but started with %d: the batch of %d is divided again, each share into %s",
             *(f"{count} process" + "es" * (count > 1), started_with, settings.batch_size, counted(parts, "part")),
         )
     return parts
@@ -173,7 +173,7 @@ def _next_phase(settings: BackboneSettings, run: RunDirectory, epochs: int, batc
     longer = resolve(type(settings), settings, epochs=epochs, phase_start=done.step)
     if total_steps(longer, batches_per_epoch) <= done.step:
         already = done.step * settings.accumulate / batches_per_epoch
-        raise ValueError(f"{run.path} has {already:g} epochs already; --epochs counts those, so give more than that")
+        raise ValueError(f"{run.path} has {already:g} epochs already; --epochs is the total, so give more than that")
     return longer
 
 

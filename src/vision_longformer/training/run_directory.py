@@ -141,7 +141,7 @@ def find_run(checkpoint: str | Path) -> Path | None:
 def no_run_error(checkpoint: str | Path) -> ValueError:
     """The error for a model that is to be evaluated on unnamed data, and whose run cannot be found."""
     return ValueError(
-        f"{checkpoint} is not in a run directory, which would name its data; give --data DATA. A file that is exported "
+        f"{checkpoint} is not in a run directory, so its data is not known; give --data DATA. A file that is exported "
         "into a run directory, RUN/best.onnx by default, is evaluated on the run's own images"
     )
 

@@ -20,12 +20,13 @@ MAX_ROWS = 50
 
 
 def detect_check(data: str, *, split: str | None = None, json: bool = False) -> None:
-    """Check a data set in COCO's format: what is wrong with which image or annotation. Exit code 1 if anything is.
+    """Check each image and annotation of a data set in COCO's format. The exit code is 1 if anything is wrong.
 
-    It looks for missing images, images of another size than stated, ids that are text, duplicate or refer to nothing,
-    boxes without area, outside of their image or given by two corners, masks that do not match it, names that several
-    categories have, splits with other categories or with images in common, and empty data sets. It also prints how
-    large and how many the objects are, and which image size and anchors suit them.
+    It looks for missing images, images whose size is not the stated one, ids that are text, are duplicates or refer to
+    nothing, boxes that have no area, lie outside of their image or are given by two corners, masks that do not match
+    their image, categories with the same name, splits with different categories or with images in common, and empty
+    data sets. It also prints how many objects there are, how large they are, and which image size and anchors suit
+    them.
 
     Args:
         data: a folder with annotations and images, or a .json file beside its images.

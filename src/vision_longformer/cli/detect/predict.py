@@ -36,18 +36,20 @@ def detect_predict(
 ) -> None:
     """Detect objects in images: print categories, scores and boxes, and draw pictures of them.
 
-    An image that would not fit in memory is streamed, with the same detections. With --tile, objects that the border of
-    a tile cuts are merged from the pieces in neighbouring tiles.
+    An image that would not fit in memory is streamed, with the same detections. With --tile, objects that are cut by
+    the border of a tile are merged from their pieces in neighbouring tiles.
 
     Args:
         checkpoint: a run directory, a .safetensors file of a detector, a folder or hub name of 'vil hub', the
             built-in garments, or a file from 'vil export'.
-        images: image files of any format and size, or folders of them, with the folders inside; and what 'vil encode'
-            takes: large TIFF, zarr and .npy files.
-        threshold: lowest score of an object.
+        images: image files of any format and size, or folders of them, including subfolders; also the large TIFF, zarr
+            and .npy files that 'vil encode' takes.
+        threshold: report only objects with at least this score.
         output: a folder to write each image to as NAME.png, with boxes, masks, names and scores.
-        tile: side in pixels of the overlapping tiles in which to look at large images; whole images by default.
-        scale: the factor by which images are resized, 1 for not at all; to the size of the training by default.
+        tile: side in pixels of overlapping tiles into which to cut large images; by default, images are processed
+            whole.
+        scale: the factor by which images are resized; 1 leaves them as they are; by default, they are resized as in
+            training.
         detections: the maximum number of objects per image; as in training by default.
         proposals: the maximum number of regions per image that Mask R-CNN classifies, or of candidates per level of
             RetinaNet; as in training by default.
@@ -55,8 +57,8 @@ def detect_predict(
         storage: a folder for the tokens of streamed images, instead of memory; a run that was killed is resumed.
         level: level of a pyramid; 0 is the largest image.
         allow_large: decode a JPEG or PNG of any size; refused above 179 megapixels by default.
-        data: the data set in COCO's format that the images belong to, for its image ids in the JSON; they are counted
-            from 1 by default.
+        data: the data set in COCO's format that the images belong to, whose image ids are used in the JSON; by default,
+            images are numbered from 1.
         overwrite: replace pictures that exist.
         json: print JSON in COCO's results format, with file and category added; boxes are [left, top, width, height].
     """
@@ -99,8 +101,9 @@ def detect_predict(
     if small:
         side = detector.config.max_size
         print(
-            f"{small} of {counted(len(files), 'image')} shrunk to less than half, to {side} pixels as in training, so "
-            f"that small objects may be missed; --tile {side} looks at such images in parts, --scale 1 as they are",
+            f"{small} of {counted(len(files), 'image')} shrunk to less than half their size ({side} pixels, as in "
+            f"training), so small objects may be missed; --tile {side} processes such images in parts, --scale 1 at "
+            "full size",
             file=sys.stderr,
         )
 
@@ -131,7 +134,7 @@ MOST_ROWS = 20
 
 def _print_objects(prediction: Prediction, names: Sequence[str], picture: Path | None, threshold: float) -> None:
     found = f"{len(prediction.detections) or 'nothing'} found with a score of {threshold:g} or more"
-    print_line(f"{prediction.file}: {found}{'' if prediction.detections else '; --threshold lowers it'}")
+    print_line(f"{prediction.file}: {found}{'' if prediction.detections else '; give a lower --threshold'}")
     if prediction.detections:
         rows = [
             (names[one.label - 1], f"{100 * one.score:.1f}", *(f"{value:.0f}" for value in one.box))

@@ -24,10 +24,10 @@ NOT_BUILT = (
     "vision-longformer again"
 )
 NOT_FOR_WINDOWS = (
-    "the compiled kernel is built on Linux and macOS only: Microsoft's compiler lacks what it is written in"
+    "the compiled kernel is built on Linux and macOS only: Microsoft's compiler lacks extensions that it uses"
 )
 NO_OPENMP = (
-    "the compiled kernel shares torch's OpenMP threads, but this process has no OpenMP runtime that it could find; "
+    "the compiled kernel shares torch's OpenMP threads, but no OpenMP runtime was found in this process; "
     "with torch.set_num_threads(1) it runs"
 )
 
