@@ -305,6 +305,8 @@ def test_an_image_that_does_not_fit_is_streamed(
     )
     _assert_same_results(whole, streamed)
     monkeypatch.setattr(prediction_module, "free_memory", lambda device: limit)
+    _, said = _found(checkpoint, path, capsys, memory="10GB")
+    assert "streaming the image" in said
     streamed, said = _found(checkpoint, path, capsys, detections=20)
     assert "streaming the image" in said
     assert len(streamed) > 8
@@ -330,6 +332,7 @@ def test_files_that_are_read_by_rows(
     tifffile.imwrite(path.with_name("tiff.tif"), pixels, tile=(64, 64), photometric="rgb")
     zarr.create_array(str(path.with_name("zarr.zarr")), data=pixels, chunks=(50, 50, 3))
     np.save(path.with_name("numpy.npy"), pixels)
+    tifffile.imwrite(path.with_name("sixteen.tif"), pixels * np.uint16(256) + 7, tile=(64, 64), photometric="rgb")
     whole, _ = _found(checkpoint, path, capsys)
     monkeypatch.setattr(prediction_module, "LARGEST_PICTURE", 110)
     monkeypatch.setattr(prediction_module, "ROWS", 33)
@@ -337,13 +340,13 @@ def test_files_that_are_read_by_rows(
         streamed, _ = _found(checkpoint, path.with_name(name), capsys, memory=str(limit))
         _assert_same_results(whole, streamed)
         assert streamed[0]["segmentation"]["size"] == [150, 210]
-    (prediction,) = predict(load_detector(checkpoint, scale=1.0), [path.with_name("zarr.zarr")], threshold=0.0)
-    picture, detections = prediction.picture()
-    assert prediction.size == (150, 210)
-    assert np.array_equal(np.asarray(picture), pixels[::2, ::2])
     monkeypatch.setattr(prediction_module, "MAX_PIXELS", 150 * 210 - 1)
-    (tiff,) = predict(load_detector(checkpoint, scale=1.0), [path.with_name("tiff.tif")], threshold=0.0)
-    assert isinstance(tiff.source, LargeImage)  # though there is memory for it
+    for name in ("sixteen.tif", "zarr.zarr"):
+        (prediction,) = predict(load_detector(checkpoint, scale=1.0), [path.with_name(name)], threshold=0.0)
+        picture, detections = prediction.picture()
+        assert prediction.size == (150, 210)
+        assert isinstance(prediction.source, LargeImage)  # though there is memory for it
+        assert np.array_equal(np.asarray(picture), pixels[::2, ::2])
     assert detections[0].box == tuple(side / 2 for side in prediction.detections[0].box)
 
 
@@ -359,6 +362,14 @@ def test_a_turned_photo_is_streamed_upright(large: tuple[str, Path, int]) -> Non
         assert other.size == (150, 210)
         assert [each.box for each in other.detections] == [each.box for each in upright.detections]
         assert isinstance(other.source, Image.Image if memory is None else LargeImage)
+
+
+def test_a_decoded_photo_may_change_while_it_is_streamed(large: tuple[str, Path, int]) -> None:
+    checkpoint, path, limit = large
+    pixels, model = np.asarray(Image.open(path)), load_detector(checkpoint, scale=1.0)
+    (prediction,) = predict(model, [path], memory=limit, progress=lambda done, total: path.unlink(missing_ok=True))
+    assert isinstance(prediction.source, LargeImage)
+    assert np.array_equal(np.asarray(prediction.picture()[0]), pixels)
 
 
 def test_images_that_are_streamed_have_folders_of_their_own(
@@ -424,5 +435,5 @@ def test_settings_of_a_loaded_detector(large: tuple[str, Path, int]) -> None:
         load_detector(checkpoint, channels=4)
     with pytest.raises(ValueError, match=r"scale is -1; it must be above 0, or None for min_size and max_size"):
         load_detector(checkpoint, scale=-1)
-    with pytest.raises(ValueError, match=r"1MB of memory is too little .*at least"):
+    with pytest.raises(ValueError, match=rf"^{path}: 1MB of memory is too little .*at least"):
         detect_predict(checkpoint, [str(path)], scale=1.0, memory="1KB")

@@ -241,6 +241,16 @@ def test_rows_of_the_input(options: dict[str, Any], piece: int, monkeypatch: pyt
         assert np.abs(np.concatenate(parts) - expected).max() < 1e-12
 
 
+def test_what_tells_inputs_apart() -> None:
+    """Also where they are padded to the same size."""
+    image, shapes, names = torch.zeros(3, 71, 93), set(), set()
+    for scale in (1.0, 0.95):
+        rows = InputRows(small_detector("retinanet", scale=scale).transform, image, DOUBLE)
+        shapes.add(rows.shape)
+        names.add(rows.identity())
+    assert (len(shapes), len(names)) == (1, 2)
+
+
 # Memory and files
 
 

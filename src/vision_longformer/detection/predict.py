@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ..data.images import MAX_PIXELS, decode_image, image_files, image_size
+from ..data.images import MAX_PIXELS, ImageError, decode_image, image_files, image_size
 from ..errors import check_at_least, check_fraction
 from ..geometry import ceil_div
 from ..large.memory import format_bytes, free_memory, parse_bytes
@@ -107,16 +107,21 @@ def predict(
     for number, file in enumerate(input_files(images), 1):
         tokens = None if storage is None else Path(storage) / f"{number}-{file.name}"
         source = _open(model, file, tile, level, allow_large)
-        limit = free_memory(device) if memory is None else parse_bytes(memory)
+        free = free_memory(device)
+        limit = free if memory is None else min(free, parse_bytes(memory))
         if isinstance(source, Image.Image) and (tile is not None or _fits(model, source, file, limit)):
             found = predict_image(model, source, threshold=threshold, tile=tile)
         else:
             if isinstance(source, Image.Image):
-                source = LargeImage(np.asarray(source), 3, file)
-            given = None if memory is None else limit
-            found = stream_detections(
-                model, source, threshold=threshold, memory=given, storage=tokens, progress=progress
-            )
+                source = LargeImage(np.asarray(source), 3)
+            try:
+                found = stream_detections(
+                    model, source, threshold=threshold, memory=memory, storage=tokens, progress=progress
+                )
+            except ImageError:
+                raise
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from error
             if tokens is not None:
                 with suppress(OSError):  # something is in it
                     tokens.parent.rmdir()
@@ -159,11 +164,7 @@ def _every(image: LargeImage, step: int) -> Image.Image:
     """Every ``step``-th row and column, in 8 bits."""
     many = step * ceil_div(ROWS, step)
     rows = np.concatenate([image[top : top + many][::step, ::step] for top in range(0, image.shape[0], many)])
-    if rows.dtype == np.uint16:
-        rows = rows >> 8
-    elif rows.dtype != np.uint8:
-        rows = (rows * 255).round().clip(0, 255)
-    return Image.fromarray(rows.astype(np.uint8))
+    return Image.fromarray(rows if rows.dtype == np.uint8 else (rows >> 8).astype(np.uint8))
 
 
 def predict_image(
