@@ -80,7 +80,7 @@ def _export(model: nn.Module, path: Path, format: str, size: tuple[int, int] | N
         [(torch.randn(2, 3, *size),)],
         path,
         format=format,
-        metadata={"format": "vision_longformer_export/1"},
+        metadata={"format": "vision_longformer_export/1", "kind": "classifier", "dynamic": False},
         input_names=("images",),
         output_names=("logits",),
         dynamic_shapes=({0: Dim("batch", min=1)},),
