@@ -232,7 +232,7 @@ def test_images_that_are_shrunk_much_are_told(tmp_path: Path, photo: Path, capsy
     half = write_detector(tmp_path / "half.safetensors", ["cat"], num_classes=1, min_size=(50,), max_size=50)
     detect_predict(str(small), [str(photo)], threshold=1.0, json=True)
     assert capsys.readouterr().err == (
-        "1 of 1 image shrunk to less than half their size (48 pixels, as in training), so small objects may be missed; "
+        "1 of 1 image shrunk to less than half size (48 pixels, as in training), so small objects may be missed; "
         "--tile 48 processes such images in parts, --scale 1 at full size\n"
     )
     detect_predict(str(half), [str(photo)], threshold=1.0, json=True)

@@ -101,7 +101,7 @@ def detect_predict(
     if small:
         side = detector.config.max_size
         print(
-            f"{small} of {counted(len(files), 'image')} shrunk to less than half their size ({side} pixels, as in "
+            f"{small} of {counted(len(files), 'image')} shrunk to less than half size ({side} pixels, as in "
             f"training), so small objects may be missed; --tile {side} processes such images in parts, --scale 1 at "
             "full size",
             file=sys.stderr,
