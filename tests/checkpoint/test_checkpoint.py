@@ -19,9 +19,11 @@ from vision_longformer.classification.recipe import ClassificationRecipe
 from vision_longformer.detection.checkpoint import load_backbone
 from vision_longformer.detection.recipe import DetectionRecipe
 from vision_longformer.errors import CheckpointError
+from vision_longformer.export.runtime import LOADERS
 from vision_longformer.models import config as cfg
 from vision_longformer.models.adapt import AdaptReport, adapt_state
 from vision_longformer.models.position import resize_axis, resize_bias_table, resize_map
+from vision_longformer.models.zoo import SHIPPED
 
 # Files
 
@@ -140,6 +142,29 @@ def test_foreign_files(tmp_path: Path) -> None:
         load(path)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         load(tmp_path / "absent.safetensors")
+
+
+def test_exported_files_are_no_checkpoints(tmp_path: Path) -> None:
+    assert set(native.EXPORTED) == set(LOADERS)
+    for suffix in native.EXPORTED:
+        path = tmp_path / f"best{suffix}"
+        path.write_bytes(b"a graph")
+        with pytest.raises(
+            CheckpointError, match=rf"best\{suffix} is an exported file, .* give the \.safetensors file"
+        ):
+            load(path)
+
+
+def test_built_in_weights_beside_a_folder_of_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of data does not hide them, a checkpoint does."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cifar10" / "train").mkdir(parents=True)
+    assert native.weights_file("cifar10") == SHIPPED / "cifar10.safetensors"
+    with pytest.raises(FileNotFoundError, match=r"the folder .*cifar10 has neither best\.safetensors nor model"):
+        native.weights_file(tmp_path / "cifar10")
+    for name in (native.WEIGHTS, native.BEST):
+        (tmp_path / "cifar10" / name).write_bytes(b"")
+        assert native.weights_file("cifar10") == Path("cifar10") / name
 
 
 def contents(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

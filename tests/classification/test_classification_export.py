@@ -25,6 +25,7 @@ from vision_longformer.classification.preprocessing import Preprocessing
 from vision_longformer.cli.main import main
 from vision_longformer.errors import CheckpointError
 from vision_longformer.export import ExportedModel
+from vision_longformer.export.writers import FORMAT, decode_metadata, encode_metadata
 from vision_longformer.models.config import Full
 
 PREPARE = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, 1.0, "bicubic", IMAGE_CLASSES)
@@ -139,6 +140,20 @@ def test_an_exported_backbone_is_no_classifier(tmp_path: Path) -> None:
     path = export_checkpoint(checkpoint, tmp_path / "model.pt2", backbone=True, format="pt2").path
     with pytest.raises(CheckpointError, match=r"model\.pt2 is an exported backbone; a classifier is needed here"):
         load_exported_classifier(path)
+
+
+def test_a_file_that_does_not_say_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither which kind of model it holds, nor whether it takes images of any size."""
+    texts = encode_metadata({"format": FORMAT, "kind": "classifier", **PREPARE.to_dict()})
+    for missing, options in (("kind", {}), ("dynamic", {"size": 32})):
+        metadata = decode_metadata({name: text for name, text in texts.items() if name != missing}, Path("x.onnx"))
+        monkeypatch.setattr(
+            export, "load_exported", lambda path, has=metadata: ExportedModel(lambda images: images, has)
+        )
+        with pytest.raises(
+            CheckpointError, match=rf"the metadata of x\.onnx has no '{missing}'; export its checkpoint"
+        ):
+            load_exported_classifier("x.onnx", **options)
 
 
 def test_bad_settings(files: _Files, data: str, tmp_path: Path) -> None:

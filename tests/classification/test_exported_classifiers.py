@@ -125,10 +125,11 @@ def test_names_in_onnx(any_size: Path) -> None:
 def test_the_documented_names_are_those_of_a_file(any_size: Path, tmp_path: Path) -> None:
     """All that the page has for classifiers, and nothing else; one more in a quantised file."""
     page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
-    rows = re.findall(r"^\| (`[^|]+) \| (all|classifiers|detectors|quantised) \| .+ \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| (`[^|]+) \| ([a-z, ]+) \| .+ \|$", page, re.MULTILINE)
     documented: dict[str, set[str]] = {"quantised": set()}
-    for names, files in rows:
-        documented.setdefault(files, set()).update(re.findall(r"`(\w+)`", names))
+    for names, kinds in rows:
+        for kind in kinds.split(", "):
+            documented.setdefault(kind, set()).update(re.findall(r"`(\w+)`", names))
     assert documented["all"] | documented["classifiers"] == set(load_exported(any_size).metadata)
     if any_size.suffix == ".onnx":
         stored = onnxruntime.InferenceSession(any_size).get_modelmeta().custom_metadata_map
@@ -216,6 +217,25 @@ def test_a_fixed_size_is_kept_to(checkpoint: Path, photo: Path, tmp_path: Path, 
         _vil("export", checkpoint, output, "--format", "pt2")
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "output"),
+    [
+        ("runs/trees-1/best.safetensors", "runs/trees-1/best.onnx"),
+        ("runs/trees-v1.5", "runs/trees-v1.5.onnx"),
+        ("cifar10", "cifar10.onnx"),
+        ("hf-hub:somebody/trees-v1.5", "trees-v1.5.onnx"),
+        ("hf-hub:somebody/trees@v2.0", "trees.onnx"),
+    ],
+)
+def test_where_the_file_is_by_default(checkpoint: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(path: Path, overwrite: bool) -> None:
+        raise FileExistsError(path)
+
+    monkeypatch.setattr("vision_longformer.cli.export.check_free", stop)
+    with pytest.raises(FileExistsError, match=f"^{re.escape(output)}$"):
+        _vil("export", checkpoint)
+
+
 # Mistakes
 
 
@@ -241,6 +261,11 @@ def test_wrong_input(checkpoint: Path, tmp_path: Path) -> None:
     ]:
         with pytest.raises((ValueError, FileNotFoundError), match=sentence):
             _vil("export", *argv, "--overwrite")
+    (tmp_path / "model.onnx").write_bytes(b"a graph")
+    with pytest.raises(
+        CheckpointError, match=r"model\.onnx is an exported file, .* give the \.safetensors file or run"
+    ):
+        _vil("export", tmp_path / "model.onnx", tmp_path / "again.onnx")
     headless = save(VisionLongformer(SMALL_MODELS["two_stages"], num_classes=0), tmp_path / "headless.safetensors")
     with pytest.raises(CheckpointError, match="has no classes"):
         _vil("export", headless)

@@ -154,7 +154,7 @@ def test_settings_are_text_by_the_names_of_python(spelling: str) -> None:
         (["oil", "paint", "board", "red", "--first_coat", "1.5"], "argument --first-coat: '1.5' is not an integer"),
         (["oil", "paint", "board", "red", "--gloss", "high"], "argument --gloss: 'high' is not a number"),
         (["oil", "paint", "board", "red", "--signed=perhaps"], "argument --signed: 'perhaps' is not true or false"),
-        (["oil", "paint", "board", "red", "--signed", "perhaps"], "unrecognized arguments: perhaps"),
+        (["mix", "green", "--dry-run", "perhaps"], "unrecognized arguments: perhaps"),
         (["oil", "paint", "--dry", "x"], "unknown option '--dry'; did you mean '--dry-run'?"),
         (
             ["oil", "paint", "board", "red", "--coat=3"],
@@ -224,6 +224,29 @@ def test_booleans_among_settings(words: list[str], settings: dict[str, str], las
     """They are text, as a recipe states them; a word after them that is neither true nor false is not theirs."""
     run_command("art", GROUP, ["mix", "green", *words] if last else ["mix", *words, "green"], "0")
     assert [(("green", False), settings)] == CALLS
+
+
+@pytest.mark.parametrize(
+    ("words", "output", "options"),
+    [
+        (["scan", "--sharp", "--size", "28", "out"], "out", {"sharp": True, "size": (28, 28)}),
+        (["--size", "28", "scan", "--sharp", "out"], "out", {"sharp": True, "size": (28, 28)}),
+        (["scan", "--size", "28"], None, {"size": (28, 28)}),
+        (["scan", "out", "--sharp"], "out", {"sharp": True}),
+    ],
+)
+def test_options_between_positional_words(words: list[str], output: str | None, options: dict[str, Any]) -> None:
+    def copy(source: str, output: str | None = None, /, *, sharp: bool = False, size: Size | None = None) -> None:
+        CALLS.append(((source, output), {"sharp": sharp, "size": size}))
+
+    run_command("art", Group("Art.", {"copy": copy}), ["copy", *words], "0")
+    assert [(("scan", output), {"sharp": False, "size": None, **options})] == CALLS
+
+
+def test_options_between_the_words_of_a_list() -> None:
+    run_command("art", GROUP, ["oil", "paint", "board", "red", "--coats", "3", "blue", "--dry-run", "green"], "0")
+    assert CALLS[0][0] == ("board", ["red", "blue", "green"])
+    assert CALLS[0][1]["coats"] == 3
 
 
 def test_after_two_dashes_nothing_is_an_option() -> None:

@@ -31,6 +31,7 @@ from vision_longformer.detection.export import (
     open_detector,
 )
 from vision_longformer.errors import CheckpointError
+from vision_longformer.export import load_exported
 from vision_longformer.export.runtime import ExportedModel
 from vision_longformer.export.verify import Difference, ExportedFile, ExportError, compare
 from vision_longformer.export.writers import SUFFIXES, trace
@@ -183,6 +184,14 @@ def test_a_file_in_place_of_the_checkpoint(files: tuple[Path, Path], tmp_path: P
     assert scores[1] == pytest.approx(scores[0], abs=1e-4)
 
 
+def test_the_documented_names_are_those_of_a_file(files: tuple[Path, Path]) -> None:
+    """All that the page has for detectors, and nothing else."""
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    rows = re.findall(r"^\| (`[^|]+) \| ([a-z, ]+) \| .+ \|$", page, re.MULTILINE)
+    own = [names for names, kinds in rows if {"all", "detectors"} & set(kinds.split(", "))]
+    assert set(re.findall(r"`(\w+)`", " ".join(own))) == set(load_exported(files[1]).metadata)
+
+
 def exported_model(outputs: tuple[Tensor, ...], seen: list[Tensor], **metadata: Any) -> ExportedModel:
     """A file for images of 32×32 that finds the same in all of them."""
 
@@ -246,6 +255,23 @@ def test_the_command_tells_what_becomes_of_images_of_other_shapes(
     )
 
 
+def test_the_command_says_if_nothing_was_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "d.pt2").touch()
+    config = DetectorConfig("retinanet", "vil", 3).to_dict()
+    written = ExportedFile(tmp_path / "d.pt2", {"kind": "detector", "config": config, "size": (384, 384)}, ())
+    monkeypatch.setattr(export_command, "_export", lambda *_, **__: written)
+    export("d.safetensors", str(tmp_path / "d.pt2"), format="pt2", overwrite=True)
+    wrote, nothing, _ = capsys.readouterr().out.splitlines()
+    assert wrote == f"wrote {tmp_path / 'd.pt2'}: 0.0 MB"
+    assert nothing == (
+        "its detections could not be compared with the detector's: neither finds anything in the photos that come with "
+        "this package. Compare what 'vil detect predict' finds in photos of your own with the file and with the "
+        "checkpoint"
+    )
+
+
 def test_a_file_is_judged_by_the_detector_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by what is traced: a graph that finds something else is noticed."""
 
@@ -254,15 +280,22 @@ def test_a_file_is_judged_by_the_detector_itself(tmp_path: Path, monkeypatch: py
             boxes, *others = super().detect(*inputs)
             return boxes + 0.1, *others
 
-    def run_instead(graph: nn.Module, examples: list[Any], path: Path, *, expected: Any, **options: Any) -> list[Any]:
-        return [compare(graph, expected, example) for example in examples]
-
-    monkeypatch.setattr(detection_export, "export_verified", run_instead)
+    monkeypatch.setattr(detection_export, "export_verified", _compare_the_graph)
     differences = export_detector(small("retinanet"), tmp_path / "d.onnx", size=SIZE)
     assert [one.difference for one in differences] == [0, 0]  # type: ignore[attr-defined]
     monkeypatch.setattr(detection_export, "RetinaNetGraph", Shifted)
     with pytest.raises(ExportError, match=r"differs from its model by 0\.1 "):
         export_detector(small("retinanet"), tmp_path / "d.onnx", size=SIZE)
+
+
+def _compare_the_graph(graph: nn.Module, examples: list[Any], path: Path, *, expected: Any, **options: Any) -> Any:
+    """In place of ``export_verified``, without a file."""
+    return [compare(graph, expected, example) for example in examples]
+
+
+def test_a_detector_that_finds_nothing_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detection_export, "export_verified", _compare_the_graph)
+    assert export_detector(small("retinanet", score_threshold=1.0), tmp_path / "d.onnx", size=SIZE) == [None]
 
 
 def test_photos_to_compare_on_show_something_that_is_well_decided() -> None:
@@ -275,6 +308,25 @@ def test_photos_to_compare_on_show_something_that_is_well_decided() -> None:
     photos = [torch.full((3, 8, 12), brightness) for brightness in (0.0, 0.5, 1.0)]
     (decided,) = detection_export._well_decided(graph, photos)  # type: ignore[arg-type]
     assert decided is photos[1]
+
+
+def test_a_photo_with_undecided_detections_is_better_than_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a black, a white and a grey one, the white one has detections, whose label depends on the noise."""
+
+    class Graph(nn.Module):
+        size = (8, 12)
+
+        def forward(self, photo: Tensor) -> tuple[Tensor, ...]:
+            count = int(photo.mean() > 0.75)
+            return torch.zeros(count, 4), torch.full((count,), int(photo.max() > 1)), torch.ones(count)
+
+    shades = tuple(Image.new("RGB", (12, 8), (shade,) * 3) for shade in (0, 255, 128))
+    monkeypatch.setattr(detection_export, "photo_parts", lambda training: shades)
+    (photo,) = detection_export._comparison_photos(Graph())  # type: ignore[arg-type]
+    assert photo.mean() == 1
+    monkeypatch.setattr(detection_export, "photo_parts", lambda training: shades[::2])
+    (photo,) = detection_export._comparison_photos(Graph())  # type: ignore[arg-type]
+    assert photo.mean() == 0
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

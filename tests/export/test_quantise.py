@@ -20,7 +20,7 @@ from vision_longformer.classification.export import Comparison, calibration_batc
 from vision_longformer.classification.preprocessing import Preprocessing
 from vision_longformer.cli.quantise import quantise as command
 from vision_longformer.data.sources import FASHION_MNIST_CLASSES, fashion_mnist
-from vision_longformer.export import load_exported
+from vision_longformer.export import load_exported, writers
 from vision_longformer.export.quantise import quantise
 from vision_longformer.models.config import Full
 
@@ -171,6 +171,23 @@ def test_int8_by_openvino(trained: tuple[VisionLongformer, Preprocessing], tmp_p
     assert load_exported(after).metadata == {**load_exported(path).metadata, "precision": "int8"}
 
 
+@pytest.mark.parametrize(
+    ("file", "to", "missing", "message"),
+    [
+        ("m.onnx", "int8", "onnx", r"int8 in ONNX needs onnx; install with: pip .*\[export\]'$"),
+        ("m.onnx", "bf16", "ml_dtypes", r"bf16 in ONNX needs ml_dtypes; install with: pip .*\[export\]'$"),
+        ("m.xml", "int8", "nncf", r"int8 in OpenVINO needs nncf; install with: pip .*\[openvino\]'$"),
+        ("m.xml", "bf16", "openvino", r"bf16 in OpenVINO needs openvino; install with: pip .*\[openvino\]'$"),
+    ],
+)
+def test_packages_that_are_missing(
+    file: str, to: str, missing: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "find_spec", lambda name: None if name == missing else name)
+    with pytest.raises(ValueError, match=message):
+        quantise(file, to)
+
+
 def test_mistakes(exported: Path, int8: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown precision 'int4'; did you mean 'int8'"):
         quantise(exported, "int4")
@@ -182,6 +199,11 @@ def test_mistakes(exported: Path, int8: Path, tmp_path: Path) -> None:
         quantise(exported, "int8")
     with pytest.raises(ValueError, match=r"small\.bin should end in \.onnx"):
         quantise(exported, "int8", tmp_path / "small.bin")
+    before = exported.read_bytes()
+    for same in (exported, exported.parent / ".." / exported.parent.name / exported.name):
+        with pytest.raises(ValueError, match=r"garments\.onnx is the file to quantise, which is kept; give another"):
+            quantise(exported, "bf16", same, overwrite=True)
+    assert exported.read_bytes() == before
     with pytest.raises(FileNotFoundError, match="there is no file"):
         quantise(tmp_path / "nowhere.onnx", "int8")
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_longformer.export import load_exported
-from vision_longformer.export.verify import Difference, ExportError, check_target, compare, export_verified
+from vision_longformer.export.verify import ExportError, check_target, compare, export_verified
 
 INPUT = (torch.ones(1, 2),)
 
@@ -21,13 +21,12 @@ def _constant(*outputs: Any) -> Any:
 
 
 def test_the_worst_output_relative_to_its_largest_value() -> None:
-    """0.004 of 100 is less than 0.00008 of 0.5, whose largest value counts as 1; without numbers nothing is off."""
+    """0.004 of 100 is less than 0.00008 of 0.5, whose largest value counts as 1; an empty output does not count."""
     expected = _constant([100.0, -50.0], [0.5, 0.25], torch.zeros(0, 4))
     got = _constant([100.0, -50.004], [0.50008, 0.25], torch.zeros(0, 4))
     shape, difference, largest = compare(got, expected, INPUT)
     assert (shape, largest) == ((1, 2), 1.0)
     assert difference == pytest.approx(8e-5, rel=1e-3)
-    assert compare(_constant(torch.zeros(0)), _constant(torch.zeros(0)), INPUT) == Difference((1, 2), 0.0, 1.0)
 
 
 @pytest.mark.parametrize(("largest", "off", "agrees"), [(0.5, 9e-5, True), (0.5, 1.1e-4, False), (30.0, 2.9e-3, True)])
@@ -96,6 +95,23 @@ def test_a_file_that_differs_is_removed(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"differs from its model by 0\.01 on an input of \(2,\)"):
         _export(tmp_path / "halves.pt2", expected=expected)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_agreement_of_nothing_is_none(tmp_path: Path) -> None:
+    """Where both give no number, nothing was compared; a file that always gives none differs elsewhere."""
+    nothing = _constant(torch.zeros(0, 4), torch.zeros(0))
+    assert compare(nothing, nothing, INPUT) is None
+    with pytest.raises(ExportError, match=r"returns \(0, 4\) for an input of \(1, 2\), its model \(1, 4\)"):
+        compare(nothing, _constant(torch.zeros(1, 4), torch.zeros(1)), INPUT)
+
+    class Positive(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[torch.nonzero(x > 0)[:, 0]]
+
+    examples = [(torch.tensor([1.0, -1.0]),), (torch.tensor([-1.0, -1.0]),)]
+    names = {"input_names": ["x"], "output_names": ["positive"], "metadata": {"format": "vision_longformer_export/1"}}
+    exported = export_verified(Positive(), examples, tmp_path / "positive.pt2", format="pt2", **names)  # type: ignore[arg-type]
+    assert [one.shape for one in exported.differences] == [(2,)]
 
 
 def test_names_fit_the_format() -> None:

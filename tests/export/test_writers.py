@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 import pytest
@@ -75,6 +77,20 @@ def test_a_file_of_another_version() -> None:
         decode_metadata({"format": "vision_longformer_export/2", "version": "9.1"}, Path("x.onnx"))
 
 
+def test_metadata_that_are_missing() -> None:
+    """Whoever needs them says which; whoever can do without them is not told."""
+    metadata = decode_metadata({"format": "vision_longformer_export/1", "kind": "toy"}, Path("x.onnx"))
+    assert (metadata["kind"], metadata.get("dynamic"), "dynamic" in metadata) == ("toy", None, False)
+    with pytest.raises(CheckpointError, match=r"the metadata of x\.onnx has no 'dynamic'; export its checkpoint"):
+        metadata["dynamic"]
+
+
+def test_the_page_has_the_versions_of_operators() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    assert re.search(rf"ONNX files use version {writers.OPSET} ", page)
+    assert re.search(rf"Mask R-CNN use version {writers.OPSET_WITH_ROI_ALIGN},", page)
+
+
 def test_text_that_is_json_comes_back_as_text() -> None:
     values = {"format": METADATA["format"], "version": "1.0", "note": "true", "quoted": '"a"', "plain": "0.1.0"}
     texts = encode_metadata(values)
@@ -120,3 +136,27 @@ def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(ValueError, match=r"ONNX needs onnx, onnxscript, onnxruntime; install .* or use \.pt2 files"):
         writers.check_packages(".onnx", to_write=True)
     writers.check_packages(".pt2", to_write=True)
+
+
+def _broken(*packages: str) -> Any:
+    """Python's ``import_module``, for which these packages are broken."""
+
+    def import_module(name: str) -> Any:
+        if name in packages:
+            raise ImportError("libgomp.so.1: cannot open shared object file\nin full: …")
+        return __import__(name)
+
+    return import_module
+
+
+def test_packages_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The package is at fault, not the file that it should read."""
+    for name in ("model.onnx", "model.xml", "model.bin"):
+        (tmp_path / name).write_bytes(b"")
+    monkeypatch.setattr(writers, "import_module", _broken("onnxruntime", "openvino", "onnxscript"))
+    for suffix, package, extra in ((".onnx", "onnxruntime", "export"), (".xml", "openvino", "openvino")):
+        message = f"^{package} cannot be imported \\(libgomp.* file\\); reinstall it with: pip .*\\[{extra}\\]', or use"
+        with pytest.raises(ValueError, match=message):
+            load_exported(tmp_path / f"model{suffix}")
+    with pytest.raises(ValueError, match=r"^onnxscript cannot be imported \(libgomp.*\[export\]'"):
+        writers.check_packages(".onnx", to_write=True)

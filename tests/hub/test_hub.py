@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -284,11 +285,15 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path) -> None
     with pytest.raises(FileExistsError, match="taken exists; give the name of a new folder"):
         save_pretrained(_micro(), tmp_path / "taken")
     (tmp_path / "broken.safetensors").write_bytes(b"no weights")
-    with pytest.raises(CheckpointError, match="not a valid safetensors file"):
+    message = rf"^{re.escape(str(tmp_path / 'broken.safetensors'))} is not a valid safetensors file"
+    with pytest.raises(CheckpointError, match=message):
         save_pretrained(tmp_path / "broken.safetensors", tmp_path / "new")
+    (tmp_path / "graph.onnx").write_bytes(b"a graph")
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(tmp_path / 'graph.onnx'))} is an exported file"):
+        save_pretrained(tmp_path / "graph.onnx", tmp_path / "new")
     with pytest.raises(ValueError, match="a Linear was not built by build_detector"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path / "new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.safetensors", "taken"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.safetensors", "graph.onnx", "taken"]
     assert (tmp_path / "taken" / "notes.txt").read_text() == "mine"
 
 

@@ -40,6 +40,9 @@ WEIGHTS = "model.safetensors"
 BEST = "best.safetensors"
 """The best checkpoint of a run directory."""
 
+EXPORTED = (".onnx", ".pt2", ".xml")
+"""How the names of files from 'vil export' end, which hold a graph instead of a checkpoint."""
+
 HUB = "hf-hub:"
 """What a location on the hub begins with, as in ``hf-hub:owner/name`` or ``hf-hub:owner/name@revision``."""
 
@@ -147,6 +150,11 @@ def describe(path: str | Path) -> Description:
 def _opened(location: str | Path, *formats: str) -> Iterator[Any]:
     """A file of one of these formats, open; others are refused by what they are."""
     path = weights_file(location)
+    if path.suffix in EXPORTED:
+        raise CheckpointError(
+            f"{path} is an exported file, as its name says; a checkpoint is needed here; give the .safetensors file or "
+            "run directory that it was exported from; nothing was loaded"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             format = (file.metadata() or {}).get("format", "")
@@ -184,23 +192,26 @@ def resolve_checkpoint(path: str | Path) -> Path:
 
 
 def weights_file(location: str | Path) -> Path:
-    """The local file of a checkpoint, downloaded if it is on the hub and newer there than in the hub's cache."""
+    """The local file of a checkpoint, downloaded if it is on the hub and newer there than in the hub's cache.
+
+    A name of built-in weights is theirs, unless there is a checkpoint of that name.
+    """
     if str(location).startswith(HUB):
         return _from_hub(str(location).removeprefix(HUB))
     path = resolve_checkpoint(location)
-    if not path.exists() and str(location) in shipped_weights():
+    if path.is_dir() and (path / WEIGHTS).is_file():
+        return path / WEIGHTS
+    if path.is_file():
+        return path
+    if str(location) in shipped_weights():
         return SHIPPED / f"{location}.safetensors"
     if path.is_dir():
-        if not (path / WEIGHTS).is_file():
-            raise FileNotFoundError(
-                f"the folder {path} has neither {BEST} nor {WEIGHTS}; give a .safetensors file, a run directory that "
-                "has been evaluated at least once, or a folder that 'vil hub save' wrote"
-            )
-        return path / WEIGHTS
-    if not path.is_file():
-        built_in = f"weights that are built in are {', '.join(shipped_weights())}"
-        raise FileNotFoundError(f"there is no file or run directory {path}; {suggest_path(path) or built_in}")
-    return path
+        raise FileNotFoundError(
+            f"the folder {path} has neither {BEST} nor {WEIGHTS}; give a .safetensors file, a run directory that "
+            "has been evaluated at least once, or a folder that 'vil hub save' wrote"
+        )
+    built_in = f"weights that are built in are {', '.join(shipped_weights())}"
+    raise FileNotFoundError(f"there is no file or run directory {path}; {suggest_path(path) or built_in}")
 
 
 def shipped_weights() -> list[str]:

@@ -32,8 +32,11 @@ def export(
     'vil detect evaluate' accept it in place of the checkpoint.
 
     Args:
-        checkpoint: a .safetensors file of a classifier or a detector, or a run directory, for its best one.
-        output: the file to write; the checkpoint's name with another ending by default.
+        checkpoint: a run directory, for its best model, a .safetensors file of a classifier or a detector, a folder or
+            hub name (hf-hub:OWNER/NAME) of 'vil hub', or a built-in one: cifar10, cifar10_micro, cifar10_nano,
+            fashion_mnist, garments.
+        output: the file to write; the checkpoint's name with another ending by default, and for a hub name that of the
+            repository, in the working folder.
         format: onnx, for onnxruntime and others; openvino, as .xml with a .bin file beside it; or pt2, for
             torch.export.load.
         size: height and width of images as 480x640, or one number for a square; as in training by default. A detector's
@@ -43,11 +46,9 @@ def export(
         backbone: output the feature maps of all stages instead of classes.
         overwrite: replace an existing file.
     """
-    from ..checkpoint import resolve_checkpoint
     from ..export.verify import check_target
-    from ..export.writers import SUFFIXES
 
-    path = check_target(output or resolve_checkpoint(checkpoint).with_suffix(SUFFIXES.get(format, "")), format)
+    path = check_target(output or _default_output(checkpoint, format), format)
     check_free(path, overwrite)
     options: dict[str, Any] = {"format": format, "size": size}
     with step_status(("tracing the model", "writing the file", "comparing the file with the model")) as progress:
@@ -55,6 +56,16 @@ def export(
     _print_differences(exported)
     if exported.metadata["kind"] == "detector":
         print_line(_padding_note(exported.metadata))
+
+
+def _default_output(checkpoint: str, format: str) -> Path:
+    """Beside the checkpoint, or in the working folder if that is on the hub: its name with the ending of the format."""
+    from ..checkpoint.native import HUB, resolve_checkpoint
+    from ..export.writers import SUFFIXES
+
+    on_hub = checkpoint.startswith(HUB)
+    path = Path(Path(checkpoint.partition("@")[0]).name) if on_hub else resolve_checkpoint(checkpoint)
+    return path.parent / f"{path.name.removesuffix('.safetensors')}{SUFFIXES.get(format, '')}"
 
 
 def _export(checkpoint: str, path: Path, dynamic: bool, backbone: bool, **options: Any) -> ExportedFile:
@@ -87,8 +98,17 @@ def _print_differences(exported: ExportedFile) -> None:
         (_images(one.shape, number), f"{one.difference:.1e}", f"{one.largest:.3g}")
         for number, one in enumerate(exported.differences, 1)
     ]
-    print_table("Compared with the model", ("images", "largest difference", "largest value of an output"), rows)
+    if rows:
+        print_table("Compared with the model", ("images", "largest difference", "largest value of an output"), rows)
     print_line(f"wrote {exported.path}: {exported.bytes / 1e6:.1f} MB")
+    if not rows:
+        print_line(NOT_COMPARED)
+
+
+NOT_COMPARED = (
+    "its detections could not be compared with the detector's: neither finds anything in the photos that come with "
+    "this package. Compare what 'vil detect predict' finds in photos of your own with the file and with the checkpoint"
+)
 
 
 def _padding_note(metadata: Mapping[str, Any]) -> str:

@@ -122,7 +122,10 @@ class _Parser(ArgumentParser):
 
 
 def _parse(parser: _Parser, argv: list[str]) -> dict[str, Any]:
-    """Values by name; of options only those that were given. What follows ``--`` is positional."""
+    """Values by name; of options only those that were given. What follows ``--`` is positional.
+
+    Options may stand between positional words, except where argparse cannot mix them: with ``--`` and for groups.
+    """
     end = argv.index("--") if "--" in argv else len(argv)
     words, options = [_dashed(argument) for argument in argv[:end]], parser.options()
     for word in words:
@@ -131,7 +134,9 @@ def _parse(parser: _Parser, argv: list[str]) -> dict[str, Any]:
             if name in parser.nested:
                 raise ValueError(f"unknown option {name!r}; write it as {parser.nested[name]}")
             raise unknown_name("option", name, options)
-    return vars(parser.parse_args([*_flags(words, parser.booleans(), parser.words()), *argv[end:]]))
+    mixed = end == len(argv) and parser._subparsers is None
+    parse = parser.parse_intermixed_args if mixed else parser.parse_args
+    return vars(parse([*_flags(words, parser.booleans(), parser.words()), *argv[end:]]))
 
 
 def _dashed(argument: str) -> str:

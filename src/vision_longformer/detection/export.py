@@ -259,12 +259,14 @@ def _comparison_photos(graph: DetectorGraph) -> list[Tensor]:
     """Photos (3, height, width) to compare on.
 
     Detectors decide: of two boxes with nearly the same score, or with an overlap near the limit, rounding may choose
-    another one. Such photos say nothing about a file, nor do those without detections.
+    another one. Such photos are a last resort; nothing can be compared on those without detections.
     """
     height, width = graph.size
     photos = [image_tensor(photo.resize((width, height))) for photo in photo_parts(training=False)]
-    mirrored = [photo.flip(2) for photo in photos]
-    return list(islice(_well_decided(graph, [*photos, *mirrored]), COMPARISON_PHOTOS)) or photos[:1]
+    photos += [photo.flip(2) for photo in photos]
+    decided = list(islice(_well_decided(graph, photos), COMPARISON_PHOTOS))
+    with torch.no_grad():
+        return decided or [next((photo for photo in photos if len(graph(photo)[0])), photos[0])]
 
 
 def _well_decided(graph: DetectorGraph, photos: list[Tensor]) -> Iterator[Tensor]:

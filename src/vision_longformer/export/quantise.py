@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,12 +13,20 @@ from torch import Tensor
 from ..errors import check_choice
 from ..files import atomic_write
 from .runtime import load_exported, openvino_core
-from .writers import BESIDE, encode_metadata, save_openvino
+from .writers import BESIDE, EXTRAS, check_importable, encode_metadata, save_openvino
 
 PRECISIONS = ("int8", "bf16")
 
 LINEAR = ("MatMul", "Gemm")
 """Operators of linear layers; those whose second factor is a weight are quantised."""
+
+PACKAGES = {
+    (".onnx", "int8"): ("onnx", "onnxruntime"),
+    (".onnx", "bf16"): ("onnx", "onnxruntime", "ml_dtypes"),
+    (".xml", "int8"): ("openvino", "nncf"),
+    (".xml", "bf16"): ("openvino",),
+}
+"""What quantises a file, by the end of its name and the precision."""
 
 
 def quantise(
@@ -50,6 +57,8 @@ def quantise(
     output = path.with_stem(f"{path.stem}_{to}") if output is None else Path(output)
     if output.suffix != path.suffix:
         raise ValueError(f"{output.name} should end in {path.suffix}")
+    if output.resolve() == path.resolve():
+        raise ValueError(f"{output} is the file to quantise, which is kept; give another name for the smaller one")
     metadata = load_exported(path).metadata
     if "precision" in metadata:
         raise ValueError(f"{path} is in {metadata['precision']} already; quantise the file that it was made from")
@@ -67,11 +76,9 @@ def quantise(
 def _check_source(path: Path, to: str, calibration: Sequence[Tensor]) -> None:
     if path.suffix not in (".onnx", ".xml"):
         raise ValueError(f"{path.name} should end in .onnx or .xml; 'vil export --format onnx' writes such a file")
-    if path.suffix == ".onnx" or to == "bf16":
-        return
-    if find_spec("nncf") is None:
-        raise ValueError("int8 in OpenVINO needs nncf; install with: pip install 'vision-longformer[openvino]'")
-    if not calibration:
+    name, extra = EXTRAS[path.suffix]
+    check_importable(f"{to} in {name}", PACKAGES[path.suffix, to], extra)
+    if path.suffix == ".xml" and to == "int8" and not calibration:
         raise ValueError("int8 in OpenVINO needs images for calibration; give --data DATA")
 
 

@@ -35,7 +35,10 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """A file that was written, what it says about itself, and how far it was off on each example."""
+    """A file that was written, what it says about itself, and how far it was off on each example.
+
+    Examples for which neither it nor its model gives a single number are left out: nothing was compared on them.
+    """
 
     path: Path
     metadata: dict[str, Any]
@@ -83,7 +86,7 @@ def export_verified(
         for example in examples:
             differences.append(compare(exported, expected or module, example))
             step()
-    return ExportedFile(path, dict(metadata), tuple(differences))
+    return ExportedFile(path, dict(metadata), tuple(one for one in differences if one is not None))
 
 
 def check_target(path: str | Path, format: str) -> Path:
@@ -96,12 +99,18 @@ def check_target(path: str | Path, format: str) -> Path:
     return path
 
 
-def compare(run: Callable[..., Any], expected: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Difference:
-    """The worst of the outputs of both functions, compared; too large a difference is an error."""
+def compare(run: Callable[..., Any], expected: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Difference | None:
+    """The worst of the outputs of both functions, compared; too large a difference is an error.
+
+    None if all outputs of both are empty.
+    """
     shape = tuple(inputs[0].shape)
     with torch.no_grad():
         pairs = zip(as_tuple(run(*inputs)), as_tuple(expected(*inputs)), strict=True)
-    worst = max((_difference(shape, *pair) for pair in pairs), key=_relative)
+    differences = [_difference(shape, *pair) for pair in pairs]
+    worst = max((one for one in differences if one is not None), key=_relative, default=None)
+    if worst is None:
+        return None
     if not _relative(worst) <= TOLERANCE:
         raise ExportError(
             f"the exported file differs from its model by {worst.difference:.2g} on an input of {shape}, where outputs "
@@ -110,14 +119,14 @@ def compare(run: Callable[..., Any], expected: Callable[..., Any], inputs: tuple
     return worst
 
 
-def _difference(shape: tuple[int, ...], got: Tensor, wanted: Tensor) -> Difference:
+def _difference(shape: tuple[int, ...], got: Tensor, wanted: Tensor) -> Difference | None:
     if got.shape != wanted.shape:
         raise ExportError(
             f"the exported file returns {tuple(got.shape)} for an input of {shape}, its model {tuple(wanted.shape)}; "
             "no file was written"
         )
     if not got.numel():
-        return Difference(shape, 0.0, 1.0)
+        return None
     error = (got.double() - wanted.double()).abs().max().item()
     return Difference(shape, error, max(1.0, wanted.abs().max().item()))
 

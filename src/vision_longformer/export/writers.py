@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as symbolic
 
 from ..data.images import BACKGROUND
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_line
 from .rewrite import rewrite_onnx, rewrite_openvino, rewrite_program
 
 FORMAT = "vision_longformer_export/1"
@@ -165,15 +166,25 @@ WRITERS: dict[str, Callable[[Graph, Path, Mapping[str, Any]], None]] = {
 
 
 def check_packages(suffix: str, *, to_write: bool) -> None:
-    """Refuse, unless the packages for files of this suffix are installed."""
-    packages = PACKAGES.get(suffix, ())
-    missing = [name for name in (packages if to_write else packages[-1:]) if find_spec(name) is None]
-    if missing:
+    """Refuse, unless the packages for files of this suffix can be imported."""
+    if suffix in PACKAGES:
         name, extra = EXTRAS[suffix]
-        raise ValueError(
-            f"{name} needs {', '.join(missing)}; install with: pip install 'vision-longformer[{extra}]', or use .pt2 "
-            "files"
-        )
+        check_importable(name, PACKAGES[suffix][0 if to_write else -1 :], extra, ", or use .pt2 files")
+
+
+def check_importable(what: str, packages: Sequence[str], extra: str, otherwise: str = "") -> None:
+    """Refuse, unless the packages that ``what`` needs, of this ``extra``, are installed and can be imported."""
+    command = f"pip install 'vision-longformer[{extra}]'"
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{what} needs {', '.join(missing)}; install with: {command}{otherwise}")
+    for name in packages:
+        try:
+            import_module(name)
+        except Exception as error:  # packages that do not fit one another raise nearly anything
+            raise ValueError(
+                f"{name} cannot be imported ({first_line(error)}); reinstall it with: {command}{otherwise}"
+            ) from error
 
 
 def file_metadata(model_type: str, config: Mapping[str, Any], *, dynamic: bool, **details: Any) -> dict[str, Any]:
@@ -197,7 +208,18 @@ def encode_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def decode_metadata(texts: Mapping[str, str], path: Path) -> dict[str, Any]:
+class Metadata(dict[str, Any]):
+    """What the file ``path`` says about itself; to use a name that it lacks is a CheckpointError, not a KeyError."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        super().__init__(values)
+        self._path = path
+
+    def __missing__(self, name: str) -> Any:
+        raise CheckpointError(f"the metadata of {self._path} has no {name!r}; export its checkpoint again")
+
+
+def decode_metadata(texts: Mapping[str, str], path: Path) -> Metadata:
     """The inverse of :func:`encode_metadata`; a file that was not written here is refused."""
     written = texts.get("format", "")
     if written.split("/")[0] != FORMAT.split("/")[0]:
@@ -207,7 +229,7 @@ def decode_metadata(texts: Mapping[str, str], path: Path) -> dict[str, Any]:
             f"{path} has the format {written}, of vision-longformer {texts.get('version', 'of an unknown version')}; "
             f"this is {version('vision-longformer')}, which reads {FORMAT}: use that version, or export again with this"
         )
-    return {name: _decode(text) for name, text in texts.items()}
+    return Metadata({name: _decode(text) for name, text in texts.items()}, path)
 
 
 def _decode(text: str) -> Any:

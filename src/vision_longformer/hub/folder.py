@@ -38,10 +38,11 @@ def save_pretrained(source: nn.Module | str | Path, folder: str | Path, *, licen
             origin = weights
         else:
             origin = weights_file(source)
+        description = describe(origin)  # before it is copied, so that an error names the source
+        if origin != weights:
             shutil.copyfile(origin, weights)
             if (origin.parent / SPLIT_FILE).is_file():
                 shutil.copyfile(origin.parent / SPLIT_FILE, temporary / SPLIT_FILE)
-        description = describe(weights)
         model, run = model_facts(description), run_facts(origin, description.format)
         (temporary / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
         model_card(folder.name, model, run, license).save(temporary / "README.md")
