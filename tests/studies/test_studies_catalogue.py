@@ -174,7 +174,7 @@ def test_rows_that_cannot_be_run_are_named(tmp_path: Path) -> None:
     problems = [study.problem(row, "small") for row in study.rows]
     assert problems[0] == ""
     assert "unknown key 'learning_rate'" in problems[1]
-    assert problems[2] == "there is another row 'a'; give each its own name"
+    assert problems[2] == "there is another row 'a', whose folder would have the same name; rename one of them"
     assert problems[3] == "settings are given by scale, and 'lr' is not one of this study's: small"
     assert "no.yaml" in problems[4]
 
@@ -194,11 +194,38 @@ def test_rows_that_cannot_be_run_are_named(tmp_path: Path) -> None:
         (_own({"name": "a", "settings": 3}), "settings of 'a' is 3; write {small: {…}}, by scale"),
         (_own({"name": "a"}, sizes=2), r"sizes is 2; write a list of factors, as in \[1.5, 2\]"),
         (_own({"name": "a"}, task="detection", sizes=[2]), "sizes are for classification only"),
+        (_own({"name": "a"}, sizes=[1.5, 2, 1.5]), r"own\.yaml: sizes is \[1.5, 2, 1.5\]; write each factor once"),
+        (_own({"name": "a"}, sizes=[True]), r"sizes is \(True,\); write a list of factors"),
+        (_own({"name": "a"}, sizes=[float("inf")]), r"sizes is \(inf,\); write a list of factors"),
+        (_own({"name": "a", "paper": "81.8%"}), "row 1: paper of 'a' is '81.8%'; write a number, as in 81.8"),
+        (_own({"name": "a", "settings": {"small": ["lr"]}}), r"settings of 'a' for small is \['lr'\]; write keys with"),
+        (_own({"name": "a"}, scales=[]), r"own\.yaml: scales is \[\]; name a recipe for each"),
+        ({"rows": [{"name": "a"}]}, r"scales is {}; name a recipe for each, as in {small: {recipe: quickstart}}"),
+        (_own({"name": "a"}, scales={"small": ["recipe"]}), "scale small names no recipe"),
+        (_own({"name": "a"}, name="../x"), r"name is '\.\./x'; it names a folder, so write it without a path"),
+        (_own({"name": "a"}, name=5), "name is 5, not a text; write it in quotes"),
+        (_own({"name": "a"}, init="cifar10"), "a classifier to start from, init, is for detection only"),
     ],
 )
 def test_files_that_are_no_study(data: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         _study(tmp_path, data)
+
+
+def test_folders_of_rows_in_any_script(tmp_path: Path) -> None:
+    """Letters of all scripts count; a name without any is a number, which another row may not be called."""
+    study = _study(tmp_path, _own(*({"name": name} for name in ("模型一", "模型二", "+", "-", "LR: 1e-3", "row 4"))))
+    assert [study.folder(row) for row in study.rows] == ["模型一", "模型二", "row-3", "row-4", "lr-1e-3", "row-4"]
+    problems = [study.problem(row, "small") for row in study.rows]
+    assert problems[:5] == [""] * 5
+    assert problems[5].startswith("there is another row '-', whose folder would have the same name")
+
+
+def test_a_study_with_the_name_of_a_shipped_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pooling.yaml"
+    path.write_text(yaml.safe_dump(_own({"name": "a"})))
+    with pytest.raises(ValueError, match=r"has the name of a study that comes with the package; .*, as my_pooling"):
+        find_study(str(path))
 
 
 def test_an_unknown_study_and_scale() -> None:
@@ -239,6 +266,28 @@ def test_runs_are_compared_by_what_their_result_depends_on(tmp_path: Path) -> No
     np.savez(one, x=np.array([2]))
     os.utime(one, (1, 1))
     assert identity(str(one)) == identity(str(other))
+
+
+def test_a_classifier_to_start_from(tmp_path: Path) -> None:
+    """It is that of all rows that name none, and runs from another one are other runs; a path is that from the root."""
+    rows = [{"name": "a"}, {"name": "b", "settings": {"small": {"init": "cifar10_nano"}}}]
+    study = _study(tmp_path, _own(*rows, task="detection"))
+    settings: list[Any] = [study.with_init("cifar10").settings(row, "small", 0) for row in study.rows]
+    assert [own.init for own in settings] == ["cifar10", "cifar10_nano"]
+    assert compared_settings(settings[0])["init"] == "cifar10"
+    assert "init" not in compared_settings(study.settings(study.rows[0], "small", 0))
+    (tmp_path / "own.safetensors").touch()
+    assert study.with_init(os.path.relpath(tmp_path / "own.safetensors")).init == str(tmp_path / "own.safetensors")
+
+
+def test_a_default_that_is_spelled_out_makes_no_other_run(tmp_path: Path) -> None:
+    """The baselines of pooling, which states how tokens are pooled, and of mechanisms, which does not, are one run."""
+    pooling, mechanisms, store = find_study("pooling"), find_study("mechanisms"), ResultStore.read([STORED], "small")
+    assert pooling.rows[1].settings["small"] != mechanisms.rows[0].settings["small"]
+    found = store.of_row(pooling, pooling.rows[1], "small")
+    assert found == store.of_row(mechanisms, mechanisms.rows[0], "small")
+    assert len(found) == 3
+    assert found != store.of_row(pooling, pooling.rows[0], "small")
 
 
 def test_rows_on_other_sizes_of_built_in_data_are_other_runs(tmp_path: Path) -> None:

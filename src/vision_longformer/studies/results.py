@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..files import write_json
+from ..models.zoo import model_config
+from ..training.recipe import BackboneSettings
 from .catalogue import STUDY_NAMES, find_study
 from .declaration import Row, Study, compared_settings
 
@@ -51,23 +53,44 @@ class RunResult(NamedTuple):
 
 def run_key(settings: Mapping[str, Any], seed: int) -> tuple[str, int]:
     """What makes two runs the same run, whatever study and row they belong to."""
-    return json.dumps(settings, sort_keys=True), seed
+    return json.dumps({**settings, **_whole_model(settings)}, sort_keys=True), seed
+
+
+def _whole_model(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The model by its whole configuration, so that a default that is spelled out makes no other run.
+
+    Empty if its configuration is not ours, or was that of an earlier version.
+    """
+    try:
+        config = model_config(settings.get("model", BackboneSettings.model))
+        whole = config.override(**settings.get("model_options", {}))
+    except (TypeError, ValueError):
+        return {}
+    return {"model": whole.to_dict(), "model_options": {}}
 
 
 class ResultStore:
-    """Results of runs, by what was run: rows of several studies that are the same run share it."""
+    """Results of runs, by what was run: rows of several studies that are the same run share it.
 
-    def __init__(self, results: Iterable[RunResult] = ()) -> None:
-        self._results = {result.key: result for result in results}
+    Those that are ``shipped`` are found where there is no other of the same run, and are not written.
+    """
+
+    def __init__(self, results: Iterable[RunResult] = (), shipped: Iterable[RunResult] = ()) -> None:
+        own = {result.key: result for result in results}
+        self._own = set(own)
+        self._results = {**{result.key: result for result in shipped}, **own}
 
     @classmethod
-    def read(cls, folders: Sequence[Path], scale: str) -> ResultStore:
-        """All results of a scale in ``folders``; of the same run in several of them, that of the last folder."""
-        files = [file for folder in folders for file in sorted((folder / scale).glob("*.json"))]
-        return cls(result for file in files for result in _read(file))
+    def read(cls, folders: Sequence[Path], scale: str, *, shipped: Path | None = None) -> ResultStore:
+        """All results of a scale in ``folders``; of the same run in several of them, that of the last folder.
+
+        ``shipped`` is the folder of those that come with the package.
+        """
+        return cls(_read_all(folders, scale), _read_all([shipped] if shipped else [], scale))
 
     def add(self, result: RunResult) -> None:
         self._results[result.key] = result
+        self._own.add(result.key)
 
     def find(self, study: Study, row: Row, scale: str, seed: int) -> RunResult | None:
         """The result of a row with a seed, if it has all that the study compares."""
@@ -84,15 +107,12 @@ class ResultStore:
         return {seed: result for seed, result in found.items() if result is not None}
 
     def write(self, study: Study, scale: str, folder: Path) -> Path:
-        """All results of a study's rows as one file, in place of an earlier one."""
+        """All results of a study's rows, but for shipped ones, as one file, in place of an earlier one."""
         rows = {}
         for row in study.rows:
-            runs = self.of_row(study, row, scale)
+            runs = [result for result in self.of_row(study, row, scale).values() if result.key in self._own]
             if runs:
-                rows[row.name] = {
-                    "settings": next(iter(runs.values())).settings,
-                    "runs": [*map(_run_data, runs.values())],
-                }
+                rows[row.name] = {"settings": runs[0].settings, "runs": [*map(_run_data, runs)]}
         path = folder / scale / f"{study.name}.json"
         write_json(path, {"study": study.name, "scale": scale, "rows": rows})
         return path
@@ -102,6 +122,12 @@ def _run_data(result: RunResult) -> dict[str, Any]:
     data = result._asdict()
     del data["settings"]
     return data
+
+
+def _read_all(folders: Sequence[Path], scale: str) -> Iterator[RunResult]:
+    for folder in folders:
+        for file in sorted((folder / scale).glob("*.json")):
+            yield from _read(file)
 
 
 def _read(path: Path) -> Iterator[RunResult]:

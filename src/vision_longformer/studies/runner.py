@@ -6,6 +6,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ..errors import check_at_least
+from ..errors import check_at_least, first_line
 from ..files import atomic_write
 from ..training.recipe import to_yaml
 from .declaration import Study
@@ -26,7 +27,7 @@ POLL_SECONDS = 0.2
 
 def open_store(output: Path, scale: str, *, fresh: bool = False) -> ResultStore:
     """Results in ``output`` and, unless ``fresh``, those that come with the package."""
-    return ResultStore.read([output] if fresh else [STORED, output], scale)
+    return ResultStore.read([output], scale, shipped=None if fresh else STORED)
 
 
 class Outcome(NamedTuple):
@@ -79,7 +80,7 @@ def run_study(
 
 def _prepare(study: Study, scale: str, run: PlannedRun, output: Path, parent: int | None) -> Job:
     """The job of a run, its recipe written beside its directory."""
-    directory = (output / scale / study.name / f"{run.row.slug}-{run.seed}").resolve()
+    directory = (output / scale / study.name / f"{study.folder(run.row)}-{run.seed}").resolve()
     job = Job(study.task, run.seed, str(directory), study.measures, study.sizes, parent)
     settings = study.settings(run.row, scale, run.seed)
     with atomic_write(job.recipe_file, overwrite=True) as temporary:
@@ -109,22 +110,48 @@ def local_executor(jobs: int) -> Iterator[Submit]:
     If this process is interrupted, what has begun saves a checkpoint and ends, and the rest is not started.
     """
     check_at_least("jobs", jobs, 1)
-    threads = max(1, count_threads() // jobs)
-    running: set[subprocess.Popen[bytes]] = set()
-    pool = ThreadPoolExecutor(jobs)
+    threads, running, pool = threads_per_run(jobs), Processes(), ThreadPoolExecutor(jobs)
     try:
         yield lambda queue: [pool.submit(_run_process, job, threads, running) for job in queue]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in list(running):
-            process.terminate()
+        running.stop()
         pool.shutdown()
+
+
+def threads_per_run(jobs: int) -> int:
+    """The threads of each of several runs at a time."""
+    return max(1, count_threads() // jobs)
 
 
 def count_threads() -> int:
     """Threads that all runs together may use: as many as the environment says, or else one per processor."""
     stated = os.environ.get("OMP_NUM_THREADS", "")
     return int(stated) if stated.isdecimal() and int(stated) else len(os.sched_getaffinity(0))
+
+
+class Processes:
+    """Those that run now; once they are told to stop, so is any that has just begun."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock, self._stopping = threading.Lock(), False
+
+    def add(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._running.add(process)
+            if self._stopping:
+                process.terminate()
+
+    def remove(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._running.remove(process)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopping = True
+            for process in self._running:
+                process.terminate()
 
 
 class RunFailed(Exception):
@@ -134,7 +161,7 @@ class RunFailed(Exception):
 JOB_COMMAND = (sys.executable, "-m", f"{__package__}.job")
 
 
-def _run_process(job: Job, threads: int, running: set[subprocess.Popen[bytes]]) -> None:
+def _run_process(job: Job, threads: int, running: Processes) -> None:
     """A job to its end, among ``running`` meanwhile; its output is in a log beside its directory.
 
     In a session of its own, so that Ctrl-C reaches the study only, which then ends its processes once and in order.
@@ -143,25 +170,28 @@ def _run_process(job: Job, threads: int, running: set[subprocess.Popen[bytes]]) 
     with atomic_write(job_file, overwrite=True) as temporary:
         temporary.write_text(job.to_json())
     limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    with log_file.open("a", encoding="utf-8") as log:
+    with log_file.open("ab") as log:
+        start = log.tell()
         command, environment = [*JOB_COMMAND, str(job_file)], {**os.environ, **limits}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         running.add(process)
         code = process.wait()
-        running.discard(process)
+        running.remove(process)
+    if code < 0:
+        raise RunFailed(f"the process was ended by signal {-code} (log: {log_file})")
     if code:
-        lines = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        reason = lines[-1] if lines and code > 0 else f"the process was ended by signal {-code}"
+        lines = log_file.read_bytes()[start:].decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else f"the process ended with exit code {code} and did not say why"
         raise RunFailed(f"{reason} (log: {log_file})")
 
 
 # Through Slurm
 
 
-def slurm_executor(folder: Path, options: Mapping[str, Any], cluster: str | None = None) -> Submit:
+def slurm_executor(folder: Path, options: Mapping[str, Any], cluster: str = "slurm") -> Submit:
     """Jobs of a cluster, submitted as one array; ``options`` are submitit's, such as ``slurm_partition``.
 
-    A job that the cluster stops is queued again and resumes.
+    A job that the cluster stops is queued again and resumes. ``cluster`` is submitit's name of the kind of cluster.
     """
     try:
         import submitit
@@ -169,8 +199,18 @@ def slurm_executor(folder: Path, options: Mapping[str, Any], cluster: str | None
         raise ValueError(
             "--executor slurm needs submitit; install it by pip install 'vision-longformer[slurm]'"
         ) from None
-    executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
-    executor.update_parameters(**options)
+    try:
+        executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
+    except RuntimeError as error:
+        raise ValueError(
+            f"there is no Slurm here ({first_line(error)}); start this where srun is, or leave out --executor slurm"
+        ) from None
+    try:
+        executor.update_parameters(**options)
+    except (NameError, TypeError, ValueError, AssertionError) as error:
+        raise ValueError(
+            f"--slurm: {first_line(error)}; write options as in slurm_partition=gpu,gpus_per_node=8,timeout_min=2880"
+        ) from None
     return lambda jobs: executor.map_array(SlurmRun(), jobs) if jobs else []
 
 
