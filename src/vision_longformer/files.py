@@ -60,7 +60,8 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def remove_temporaries(path: Path) -> None:
-    """Delete what processes left of ``path`` that were killed while they wrote it by atomic_write or atomic_folder.
+    """Delete what processes left of ``path`` that were killed while they wrote it by atomic_write or atomic_folder; a
+    folder that they had moved away, to replace it, is put back.
 
     Only safe while no other process writes it.
     """
@@ -68,8 +69,11 @@ def remove_temporaries(path: Path) -> None:
     for beside in path.parent.iterdir() if path.parent.is_dir() else ():
         if name.fullmatch(beside.name) and beside.is_file():
             beside.unlink()
-    for what in ("new", "old"):
-        shutil.rmtree(path.with_name(f".{path.name}.{what}"), ignore_errors=True)
+    new, old = _temporary_folders(path)
+    if os.path.lexists(old) and not os.path.lexists(path):
+        os.replace(old, path)
+    _remove(new)
+    _remove(old)
 
 
 def lock_file(path: Path, busy: str) -> IO[str]:
@@ -96,30 +100,52 @@ def lock_file(path: Path, busy: str) -> IO[str]:
 def atomic_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder beside ``path``, which it replaces at the end; if anything fails, it vanishes.
 
-    What a process that was killed has left there is deleted first.
+    A link is replaced itself; where it leads to, nothing changes. What a process that was killed has left there is
+    deleted first.
     """
     path = Path(path)
-    if path.exists() and not overwrite:
+    if os.path.lexists(path) and not overwrite:
         raise FileExistsError(f"{path} exists; choose another name or allow overwriting")
-    temporary, old = (path.with_name(f".{path.name}.{what}") for what in ("new", "old"))
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, old = _temporary_folders(path)
+    _remove(temporary)
     temporary.mkdir(parents=True)
     try:
         yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
                 _flush(file)
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
+        if os.path.lexists(path):
+            _remove(old)
             os.replace(path, old)
         os.replace(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if old.is_dir():
-        shutil.rmtree(old)
-    elif old.exists():
-        old.unlink()
+    _remove(old)
+
+
+def _temporary_folders(path: Path) -> tuple[Path, Path]:
+    """Where atomic_folder makes a new folder, and where it moves the old one."""
+    return path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder with all that is in it, or a file or link itself, if there is any."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def named_errors(path: Path, remedy: str) -> Iterator[None]:
+    """Errors of the system that name no file, such as that of a full disk, name ``path`` and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.strerror is None:
+            raise
+        raise OSError(f"{path} cannot be written: {error.strerror}; {remedy}") from error
 
 
 def suggest_path(path: Path) -> str:

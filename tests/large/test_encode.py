@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -27,7 +28,9 @@ from vision_longformer.cli.encode import parse_stages
 from vision_longformer.cli.main import main
 from vision_longformer.cli.output import progress_bar
 from vision_longformer.files import atomic_folder
-from vision_longformer.large.encode import draw_map
+from vision_longformer.large import encode as encode_image
+from vision_longformer.large import open_image
+from vision_longformer.large.encode import _write_npy, draw_map
 
 zarr = pytest.importorskip("zarr")
 
@@ -96,6 +99,8 @@ def test_numpy_arrays(folder: Path) -> None:
     _, _, maps = expected()
     encode("--output", "last.npy")
     assert close(np.load("last.npy"), maps[1])
+    np.save("again.npy", np.load("last.npy"))
+    assert Path("last.npy").read_bytes() == Path("again.npy").read_bytes()
     assert json.loads(Path("last.json").read_text())["stride"] == 4
     encode("--output", "deep/both", "--stages", "2,1", "--dtype", "bfloat16")
     assert {path.name for path in Path("deep/both").iterdir()} == {"stage1.npy", "stage2.npy", "attributes.json"}
@@ -112,14 +117,14 @@ def test_a_named_model_has_random_weights(folder: Path, capsys: pytest.CaptureFi
 
 
 def test_nothing_is_overwritten_silently(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for output, existing in [("a.zarr", "a.zarr"), ("b.npy", "b.json"), ("c", "c.png")]:
+    for output, existing in [("a.zarr", "a.png"), ("b.npy", "b.json"), ("c", "c.png")]:
         Path(existing).write_text("mine")
         sentence = mistake(capsys, "--output", output)
         assert sentence == f"{existing} exists; choose another output, or replace it with --overwrite"
         assert Path(existing).read_text() == "mine"
         encode("--output", output, "--overwrite")
         encode("--output", output, "--overwrite")
-        assert Path(existing).is_dir() or Path(existing).read_bytes() != b"mine"
+        assert Path(existing).read_bytes() != b"mine"
 
 
 @pytest.mark.parametrize(
@@ -149,14 +154,138 @@ def test_the_image_is_never_overwritten(
     assert contents(folder) == before
 
 
+def test_the_checkpoint_is_never_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    shutil.move("model.safetensors", "run")
+    before = contents(folder)
+    with pytest.raises(SystemExit):
+        main(["encode", "run/model.safetensors", "image.png", "--output", "run", "--overwrite"])
+    sentence = "vil: run would overwrite the checkpoint run/model.safetensors; choose another output"
+    assert capsys.readouterr().err.strip() == sentence
+    assert contents(folder) == before
+
+
+def make_folder(path: str, *names: str) -> None:
+    Path(path).mkdir()
+    for name in names:
+        (Path(path) / name).write_text("mine")
+
+
+HOLDS = "holds what 'vil encode' has not written"
+
+FOREIGN: list[tuple[str, Callable[[], Any], str]] = [
+    ("x", lambda: make_folder("x", "stage1.npy", "notes.txt"), f"x {HOLDS} (notes.txt), and is not replaced"),
+    ("x", lambda: make_folder("x", *"edcba"), f"x {HOLDS} (a, b, c and 2 more), and is not replaced"),
+    ("x", lambda: make_folder("x", ".git"), f"x {HOLDS} (.git), and is not replaced"),
+    ("x.zarr", lambda: make_folder("x.zarr", "stage1.npy"), f"x.zarr {HOLDS} (stage1.npy), and is not replaced"),
+    ("x.zarr", lambda: make_folder("x.zarr", "zarr.json", "0"), f"x.zarr {HOLDS} (0), and is not replaced"),
+    ("x", lambda: Path("x").write_text("mine"), "x is not a folder, and a folder cannot replace it"),
+    ("x", lambda: Path("x").symlink_to("nothing"), "x is not a folder, and a folder cannot replace it"),
+    ("x.npy", lambda: make_folder("x.npy"), "x.npy is a folder, and a file cannot replace it"),
+    ("x", lambda: make_folder("x.png"), "x.png is a folder, and a file cannot replace it"),
+]
+
+
+@pytest.mark.parametrize(("output", "make", "sentence"), FOREIGN)
+def test_only_outputs_are_replaced(
+    folder: Path, capsys: pytest.CaptureFixture[str], output: str, make: Callable[[], Any], sentence: str
+) -> None:
+    make()
+    before = tree(folder)
+    assert mistake(capsys, "--output", output, "--overwrite") == f"{sentence}; choose another output"
+    assert tree(folder) == before
+
+
+def test_a_link_is_replaced_but_not_what_it_leads_to(folder: Path) -> None:
+    encode("--output", "first", "--stages", "1")
+    Path("link").symlink_to("first")
+    before = contents(folder / "first")
+    for _ in range(2):
+        encode("--output", "link", "--overwrite")
+        assert not Path("link").is_symlink()
+        assert set(contents(folder / "link")) == {"stage2.npy", "attributes.json"}
+    assert contents(folder / "first") == before
+    assert {path.name for path in folder.iterdir()} == GIVEN | {"first", "first.png", "link", "link.png"}
+
+
+@pytest.mark.parametrize("storage", ["x", "x/tokens", "y/../x/a/b"])
+def test_tokens_are_not_kept_in_the_output(folder: Path, capsys: pytest.CaptureFixture[str], storage: str) -> None:
+    Path("y").mkdir()
+    sentence = f"the tokens' folder {storage} is inside of the output x; choose another storage"
+    assert mistake(capsys, "--output", "x", "--storage", storage) == sentence
+    assert {path.name for path in folder.iterdir()} == GIVEN | {"y"}
+
+
+def test_stages_in_any_order_and_twice(folder: Path) -> None:
+    options = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "attributes": {}}
+    encode_image(MODEL, open_image("image.png"), "x.npy", stages=[1, 1], **options)
+    assert np.load("x.npy").shape == (11, 7, 8)
+    streamed = encode_image(MODEL, open_image("image.png"), "y", stages=[1, 0, 1], **options)
+    assert list(streamed.maps) == [0, 1]
+
+
+def test_a_full_disk_is_an_error() -> None:
+    with pytest.raises(OSError, match="No space left on device"):
+        _write_npy(Path("/dev/full"), torch.zeros(100, 100, 3))
+
+
+@pytest.mark.parametrize("output", ["x.npy", "x"])
+def test_what_a_failed_run_was_to_replace_stays(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    """Nor is it replaced by a later run without ``--overwrite``, while what did not exist before is."""
+    again = ("--output", output, "--stages", "1")
+    encode("--output", output)
+    os.unlink("x.png")
+    before = tree(folder)
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["vision_longformer.large.encode"], "_write_npy", fail)
+        sentence = f"{output} cannot be written: No space left on device; free some space and run the command again"
+        assert mistake(capsys, *again, "--overwrite") == f"{sentence}; with --storage it resumes"
+    Path("x.png").write_text("half written")
+    sentence = f"{output} exists; choose another output, or replace it with --overwrite"
+    assert mistake(capsys, *again) == sentence
+    assert tree(folder) == before | {"x.png": b"half written", f".{output}.unfinished": b"'x.png'\n"}
+    shutil.move(output, "elsewhere")
+    Path("x.json").unlink(missing_ok=True)
+    encode(*again)
+    assert {path.name for path in folder.iterdir()} >= {output, "x.png"}
+    assert not Path(f".{output}.unfinished").exists()
+
+
+def test_a_folder_that_was_moved_away_is_put_back(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with ``--overwrite`` killed after it moved the old folder away and before the new one had its name."""
+    encode("--output", "x")
+    before = contents(folder / "x")
+    os.unlink("x.png")
+    replace = os.replace
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda old, new: killed() if Path(new).name == "x" else replace(old, new))
+        with pytest.raises(Killed):
+            encode("--output", "x", "--stages", "1", "--overwrite")
+    assert not Path("x").exists()
+    assert mistake(capsys, "--output", "x").startswith("x exists; choose another output")
+    assert contents(folder / "x") == before
+
+
 def tree(folder: Path) -> dict[str, bytes | None]:
     """All that was made in a folder: files with their bytes, folders with None."""
-    made = {**dict.fromkeys(map(str, folder.rglob("*"))), **contents(folder)}
+    made = {**dict.fromkeys(str(path.relative_to(folder)) for path in folder.rglob("*")), **contents(folder)}
     return {name: data for name, data in made.items() if name not in GIVEN}
 
 
 class Killed(BaseException):
     pass
+
+
+def killed() -> None:
+    raise Killed
 
 
 def kill(patch: pytest.MonkeyPatch, left: int) -> None:

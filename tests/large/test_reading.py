@@ -16,7 +16,7 @@ from test_stream import longformer, model_of
 
 from vision_longformer.data import images
 from vision_longformer.data.images import ImageError
-from vision_longformer.large import open_image, stream
+from vision_longformer.large import open_image, reading, stream
 from vision_longformer.large.reading import TiffRows
 
 tifffile, zarr = pytest.importorskip("tifffile"), pytest.importorskip("zarr")
@@ -100,6 +100,33 @@ def test_tiles_that_are_not_stored(tmp_path: Path) -> None:
     assert np.array_equal(read_in_parts(path, 3, 10), expected)
 
 
+def test_tiles_that_are_not_stored_have_the_files_own_value(tmp_path: Path) -> None:
+    """GDAL's tag for it is 42113."""
+    path, tiles = tmp_path / "sparse.tif", iter([b"", bytes([7]) * 16 * 16])
+    value = [(42113, "s", 0, "200", True)]
+    tifffile.imwrite(
+        path, tiles, shape=(16, 32), dtype=np.uint8, photometric="minisblack", tile=(16, 16), extratags=value
+    )
+    assert np.array_equal(read_in_parts(path, 1, 10)[..., 0], np.repeat([[200, 7]], 16, axis=1).repeat(16, axis=0))
+
+
+REVERSED = np.packbits(np.unpackbits(COLOUR), bitorder="little").reshape(COLOUR.shape)
+DIFFERENCES = np.diff(COLOUR, axis=1, prepend=np.uint8(0))
+
+
+@pytest.mark.parametrize(("tag", "stored"), [(266, REVERSED), (317, DIFFERENCES)], ids=["FillOrder", "Predictor"])
+@pytest.mark.parametrize("options", [{}, {"rowsperstrip": 7}], ids=str)
+def test_numbers_that_are_not_compressed_but_changed(
+    tmp_path: Path, tag: int, stored: np.ndarray, options: dict[str, Any]
+) -> None:
+    """A tag is 2 that tifffile does not write: bits are in reverse order, or numbers are differences of neighbours."""
+    path = write_tiff(tmp_path / "x.tif", stored, extratags=[(65000, "H", 1, 2, True)], **options)
+    data, number = path.read_bytes(), (65000).to_bytes(2, "little") + b"\x03\0"
+    assert data.count(number) == 1
+    path.write_bytes(data.replace(number, tag.to_bytes(2, "little") + b"\x03\0"))
+    assert np.array_equal(read_in_parts(path, 3, 10), COLOUR)
+
+
 def test_only_tiles_that_rows_touch_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16×32 in 75×50: two in each of five rows of tiles. Those of the last row of tiles are kept."""
     image, decoded = open_image(write_tiff(tmp_path / "a.tif", **TILED)), []
@@ -124,6 +151,48 @@ def test_zarr(tmp_path: Path) -> None:
         open_image(tmp_path / "levels.zarr", 1, level=2)
     with pytest.raises(ValueError, match=r"one.zarr has no level 1; its arrays are one, of level 0"):
         open_image(tmp_path / "one.zarr", level=1)
+
+
+@pytest.fixture
+def chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """First and last row of all that is read of a zarr array; x.zarr is one with chunks of 32 rows."""
+    zarr.create_array(tmp_path / "x.zarr", data=COLOUR, chunks=(32, 16, 3))
+    reads, read = [], zarr.Array.__getitem__
+
+    def counted(array: Any, rows: slice) -> Any:
+        reads.append((rows.start, rows.stop))
+        return read(array, rows)
+
+    monkeypatch.setattr(zarr.Array, "__getitem__", counted)
+    return reads
+
+
+def test_a_row_of_zarr_chunks_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: list[tuple[int, int]]
+) -> None:
+    """And the files looked at once for each, beside once when the array is opened."""
+    looks, stamp = [], reading._stamp
+    monkeypatch.setattr(reading, "_stamp", lambda file: (looks.append(file), stamp(file))[1])
+    image = open_image(tmp_path / "x.zarr")
+    for start in range(75):
+        assert np.array_equal(image[start : start + 2], COLOUR[start : start + 2])
+    assert chunks == [(0, 32), (32, 64), (64, 75), (64, 75)]  # all rows were read, then the last one again
+    assert len(looks) == 1 + 4
+    assert np.array_equal(image[10:70], COLOUR[10:70])
+
+
+@pytest.mark.parametrize(("limit", "read"), [(32 * 50 * 3, [(0, 32)]), (32 * 50 * 3 - 1, [(0, 10), (10, 20)])])
+def test_a_large_row_of_zarr_chunks_is_not_kept(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chunks: list[tuple[int, int]],
+    limit: int,
+    read: list[tuple[int, int]],
+) -> None:
+    monkeypatch.setattr(reading, "KEPT_BYTES", limit)
+    image = open_image(tmp_path / "x.zarr")
+    assert np.array_equal(np.concatenate([image[0:10], image[10:20]]), COLOUR[:20])
+    assert chunks == read
 
 
 def test_photos(tmp_path: Path) -> None:
@@ -218,11 +287,32 @@ def turned(path: Path) -> Path:
     return path
 
 
-def not_finite(path: Path) -> Path:
-    pixels = np.ones((60, 8), np.float32)
-    pixels[45, 3] = np.nan
-    np.save(path.with_suffix(".npy"), pixels)
+def numpy_floats(path: Path) -> Path:
+    np.save(path.with_suffix(".npy"), np.ones((8, 8), np.float32))
     return path.with_suffix(".npy")
+
+
+def zarr_floats(path: Path) -> Path:
+    zarr.create_array(path, data=np.ones((8, 8), np.float64))
+    return path
+
+
+def spread(path: Path) -> Path:
+    """An OME-TIFF of two channels, the second of which is in another file."""
+    names = [path.with_suffix(f".{number}.ome.tif") for number in range(2)]
+    planes = "".join(
+        f'<TiffData IFD="0" FirstC="{number}" PlaneCount="1"><UUID FileName="{name.name}">urn:uuid:{number}</UUID>'
+        "</TiffData>"
+        for number, name in enumerate(names)
+    )
+    for number, name in enumerate(names):
+        ome = (
+            f'<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" UUID="urn:uuid:{number}"><Image '
+            'ID="Image:0"><Pixels ID="Pixels:0" DimensionOrder="XYCZT" Type="uint8" SizeX="50" SizeY="75" SizeC="2" '
+            f'SizeZ="1" SizeT="1"><Channel ID="Channel:0:0"/><Channel ID="Channel:0:1"/>{planes}</Pixels></Image></OME>'
+        )
+        tifffile.imwrite(name, COLOUR[..., number], photometric="minisblack", metadata=None, description=ome)
+    return names[0]
 
 
 BAD: list[tuple[Callable[[Path], Path], str]] = [
@@ -250,7 +340,9 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
         lambda path: write_tiff(path, COLOUR, photometric="ycbcr", compression="deflate"),
         r"x.tif has numbers of kind YCBCR; save it as grey or RGB$",
     ),
-    (not_finite, r"^.*x.npy at rows 40 to 49 has values that are NaN or infinite; replace them, by 0 for instance$"),
+    (numpy_floats, r"^.*x.npy stores float32 numbers; save it as uint8 or uint16, or pass a normalised array to"),
+    (zarr_floats, r"^.*x.tif stores float64 numbers; save it as uint8 or uint16, or pass a normalised array to"),
+    (spread, r"^.*x.0.ome.tif is spread over several files; save it as one$"),
     (lambda path: path, r"there is no image file .*x.tif"),
     (lambda path: path.mkdir() or path, r"x.tif is a folder, but not a zarr store"),
 ]
@@ -261,6 +353,18 @@ def test_bad_files(tmp_path: Path, make: Callable[[Path], Path], sentence: str) 
     with pytest.raises((ValueError, FileNotFoundError), match=sentence) as error:
         read_in_parts(make(tmp_path / "x.tif"), 3, 10)
     assert "\n" not in str(error.value)
+
+
+def test_arrays_with_numbers_that_are_not_finite() -> None:
+    pixels = np.ones((60, 8), np.float32)
+    pixels[45, 3] = np.nan
+    image = open_image(pixels)
+    assert np.array_equal(image[0:45], np.ones((45, 8, 3)))
+    with pytest.raises(
+        ImageError,
+        match=r"^the image at rows 40 to 49 has values that are NaN or infinite; replace them, by 0 for instance$",
+    ):
+        image[40:50]
 
 
 def test_a_file_that_changes(tmp_path: Path) -> None:
@@ -295,7 +399,7 @@ def test_a_zarr_array_that_changes(tmp_path: Path, level: str | None) -> None:
         assert np.array_equal(image[0:10], array[0:10])
         array[rows] = COLOUR[rows] // 2
         with pytest.raises(
-            ImageError, match=r"x.zarr at rows 10 to 19 cannot be read: the file has changed since it was opened"
+            ImageError, match=r"x.zarr at rows 16 to 31 cannot be read: the file has changed since it was opened"
         ):
             image[10:20]
         assert open_image(path, level=int(level or 0)).identity != before

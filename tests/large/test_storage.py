@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -17,8 +19,8 @@ from torch import Tensor
 from vision_longformer import VisionLongformer
 from vision_longformer.files import lock_file
 from vision_longformer.geometry import Grid
-from vision_longformer.large import Progress, stream
-from vision_longformer.large.memory import Work, format_bytes, parse_bytes
+from vision_longformer.large import Progress, pixels, stream
+from vision_longformer.large.memory import STORAGE, Work, format_bytes, parse_bytes
 from vision_longformer.large.storage import FileMap
 
 IMAGE = torch.randn(3, 41, 27, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -93,7 +95,9 @@ def test_a_run_is_resumed_after_its_last_finished_block(tmp_path: Path) -> None:
         assert {progress.resumed for progress in seen} == {RESUMED[first]}
 
 
-def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the changed image only the last of 41 rows is another, which is hashed in the third piece of 16."""
+    monkeypatch.setattr(pixels, "HASHED_ROWS", 16)
     model, changed = model_of(longformer()), IMAGE.clone()
     changed[1, -1, -1] += 1
     stream(model, IMAGE, rows=2, storage=tmp_path)
@@ -177,13 +181,45 @@ def test_a_truncated_file_is_told(tmp_path: Path) -> None:
     interrupted(model, tmp_path, 9)
     (path,) = tmp_path.glob("stage1-block0.tokens")
     path.write_bytes(path.read_bytes()[:-1])
-    told = rf"stage1-block0.tokens ends before row 21 of 21; delete {tmp_path} and start again$"
+    told = rf"stage1-block0.tokens has 18815 bytes instead of {21 * 14 * 8 * 8}; delete {tmp_path} and start again$"
     with pytest.raises(OSError, match=told):
         stream(model, IMAGE, rows=2, maps=[0], storage=tmp_path)
     path.unlink()
     told = rf"stage1-block0.tokens, which state.safetensors names, is gone; delete {tmp_path} and start again$"
     with pytest.raises(FileNotFoundError, match=told):
         stream(model, IMAGE, rows=2, maps=[0], storage=tmp_path)
+
+
+def test_a_kept_map_that_was_cut_off_is_told(tmp_path: Path) -> None:
+    model = model_of(longformer())
+    stream(model, IMAGE, rows=2, maps=[0], storage=tmp_path)
+    os.truncate(tmp_path / "stage1-block2.tokens", 100)
+    told = rf"stage1-block2.tokens has 100 bytes instead of {21 * 14 * 8 * 8}; delete {tmp_path} and start again$"
+    with pytest.raises(OSError, match=told):
+        stream(model, IMAGE, rows=2, maps=[0], storage=tmp_path)
+
+
+@pytest.mark.parametrize("below", ["", "/tokens"])
+def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path, below: str) -> None:
+    (tmp_path / "photo.jpg").write_text("mine")
+    folder = f"{tmp_path}/photo.jpg{below}"
+    told = rf"^tokens cannot be kept in {folder}: {tmp_path}/photo.jpg is a file; give a folder$"
+    with pytest.raises(NotADirectoryError, match=told):
+        stream(model_of(longformer()), IMAGE, rows=2, storage=folder)
+
+
+FULL = r"^/dev/full cannot be written: No space left on device; free some space and run the command again; it resumes$"
+
+
+def test_a_full_disk_is_told() -> None:
+    """When strips are written, or what is buffered of them at the end."""
+    file = FileMap(Path("/dev/full"), Grid(2, 100_000), 2, torch.float32, new=True)
+    with pytest.raises(OSError, match=FULL):
+        file.write(range(0, 1), torch.zeros(100_000, 2))
+    file = FileMap(Path("/dev/full"), Grid(2, 1), 2, torch.float32, new=True)
+    file.write(range(0, 1), torch.zeros(1, 2))
+    with pytest.raises(OSError, match=FULL):
+        file.flush()
 
 
 def test_rows_of_a_file(tmp_path: Path) -> None:
@@ -195,6 +231,9 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
     assert file.read(range(0)).shape == (0, 2)
     file.flush()
     assert torch.equal(file.tensor(), tokens.view(4, 3, 2))
+    os.truncate(tmp_path / "map", 4 * 3 * 2 * 2 - 1)
+    with pytest.raises(OSError, match=rf"map ends before row 4 of 4; delete {tmp_path} and start again$"):
+        file.read(range(2, 4))
 
 
 def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +275,14 @@ def test_a_map_that_is_wider_than_what_it_is_made_of_needs_its_own_memory() -> N
     assert torch.allclose(stream(model, image, rows=1).logits, model(image[None])[0], atol=1e-10)
 
 
+def test_a_map_that_padding_makes_larger_than_what_it_is_made_of_needs_its_own_memory() -> None:
+    """Maps of 1×2 tokens of 8 numbers and 1×1 token of 24; with 2×2 tokens in the first, the second fits into it."""
+    stages = longformer().to_dict()["stages"]
+    config = longformer().override(stages=(stages[0], {**stages[1], "dim": 24}))
+    assert Work(config, 2, (2, 4), torch.float32, torch.float32).token_bytes() == (1 * 2 * 8 + 24) * 4
+    assert Work(config, 2, (4, 4), torch.float32, torch.float32).token_bytes() == 2 * 2 * 8 * 4
+
+
 def test_a_limit_chooses_the_rows_and_says_what_would_do() -> None:
     sizes = work()
     least = sizes.token_bytes() + max(sizes.strip_bytes(stage, 1) for stage in (0, 1))
@@ -250,7 +297,9 @@ def test_a_limit_chooses_the_rows_and_says_what_would_do() -> None:
         sizes.choose_rows(100)
     large = Work(longformer(), 2, (40_000, 24), torch.float32, torch.float32)
     in_files = format_bytes(work(in_memory=False).least_bytes())
-    with pytest.raises(ValueError, match=rf"for tokens, or {in_files} with the tokens in files \(storage=FOLDER in"):
+    with pytest.raises(
+        ValueError, match=rf"for tokens, or {in_files} with the tokens in files \({re.escape(STORAGE)}\)$"
+    ):
         large.choose_rows(100)
     assert work(in_memory=False).choose_rows(least - sizes.token_bytes())[0] == 1
 

@@ -81,6 +81,50 @@ def test_streamed_is_plain(config: ModelConfig, height: int, width: int, rows: i
     compare(model_of(config), image, 1e-10, rows=rows)
 
 
+@settings(max_examples=40)
+@given(
+    st.tuples(st.integers(1, 21), st.integers(1, 21)),
+    st.tuples(*[st.sampled_from([4, 8, 16, 32])] * 3),
+    st.sets(st.integers(0, 2)),
+    st.integers(1, 2),
+)
+def test_small_images_and_maps_of_any_width(
+    size: tuple[int, int], dims: tuple[int, ...], maps: set[int], rows: int
+) -> None:
+    """Maps that grow, or that padding makes larger than what they are made of, and some of them kept."""
+    config = small_config(*[cfg.Longformer(2)] * 3, patches=(2, 2, 2))
+    stages = [{**stage, "dim": dim} for stage, dim in zip(config.to_dict()["stages"], dims, strict=True)]
+    model = model_of(config.override(stages=stages))
+    image = torch.randn(3, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits, _, expected = plain(model, image)
+    got = stream(model, image, maps=sorted(maps), rows=rows)
+    assert_close(got.logits, logits, 1e-10, "logits")
+    for stage in maps:
+        assert_close(got.maps[stage], expected[stage], 1e-10, f"map of stage {stage + 1}")
+
+
+TINY = model_config("vision_longformer_tiny").override(num_classes=7)
+
+
+@pytest.mark.parametrize(
+    ("size", "maps"),
+    [
+        *(((height, width), []) for height, width in [(4, 4), (4, 12), (12, 4), (8, 8), (3, 3), (4, 1001)]),
+        ((16, 48), [1]),
+        ((16, 16), [1]),
+        ((8, 24), [0]),
+    ],
+)
+def test_the_smallest_images_of_a_named_model(size: tuple[int, int], maps: list[int]) -> None:
+    model = VisionLongformer(TINY).eval()
+    image = torch.randn(3, *size, generator=torch.Generator().manual_seed(2))
+    logits, _, expected = plain(model, image)
+    got = stream(model, image, maps=maps)
+    assert_close(got.logits, logits, 1e-5, "logits")
+    for stage in maps:
+        assert_close(got.maps[stage], expected[stage], 1e-5)
+
+
 def test_the_mlp_goes_over_a_strip_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five tokens of 4 · 8 hidden numbers at a time, of strips with 2 · 2 · 7 tokens."""
     monkeypatch.setattr("vision_longformer.models.vision_longformer.HIDDEN_NUMBERS", 160)

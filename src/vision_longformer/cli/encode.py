@@ -36,7 +36,8 @@ def encode(
     """Compute the feature maps of an image of any size, strip by strip, and write them to files.
 
     Args:
-        checkpoint: a run directory or a .safetensors file, or a name from 'vil models', for random weights.
+        checkpoint: a run directory, a .safetensors file of a classifier, a folder or hub name of 'vil hub', a built-in
+            one (cifar10, cifar10_micro, cifar10_nano, fashion_mnist), or a name from 'vil models', for random weights.
         image: a TIFF (also BigTIFF, OME-TIFF), zarr, .npy, JPEG or PNG file. It is not resized.
         output: NAME.zarr, a folder for .npy files, or NAME.npy for one map; with a picture NAME.png beside it.
         stages: the stages whose maps are written, as 3,4; the last one by default.
@@ -57,7 +58,7 @@ def encode(
 
     model, preprocessing, named = _open(checkpoint)
     chosen = parse_stages(stages, len(model.stages))
-    check_output(Path(output), chosen, overwrite, Path(image))
+    check_output(Path(output), chosen, overwrite, {"image": Path(image), "checkpoint": Path(checkpoint)})
     opened = open_image(image, model.config.in_chans, level=level, allow_large=allow_large)
     normalisation = {"mean": list(preprocessing.mean), "std": list(preprocessing.std)}
     attributes = {"model": checkpoint, "image": image, "level": level, "normalisation": normalisation}

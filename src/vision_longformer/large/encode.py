@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..files import atomic_folder, atomic_write, lock_file, remove_temporaries
+from ..files import atomic_folder, atomic_write, lock_file, named_errors, remove_temporaries
 from ..models.vision_longformer import VisionLongformer
 from .memory import Work, format_bytes
 from .reading import LargeImage
@@ -29,6 +30,15 @@ CHUNK = 64
 
 PICTURE = 512
 """Tokens along the longer side of a picture at most; every n-th one of larger maps is drawn."""
+
+FOLDER_NAME, ZARR_NAME = r"stage\d+\.npy|attributes\.json", r"stage\d+|zarr\.json"
+"""Patterns of the names in a folder of arrays and in a zarr group that are written here."""
+
+NAMED = 3
+"""Names of other files that are told."""
+
+REPEATED = "free some space and run the command again; with --storage it resumes"
+"""What to do when the disk is full."""
 
 WRITTEN = np.dtype(np.float32)
 """What maps are written as, also if tokens were stored as bfloat16, which NumPy has no name for."""
@@ -55,16 +65,19 @@ def encode(
         output: ``NAME.zarr``, a group with an array ``stage3`` for each stage; ``NAME.npy`` for one stage; or a folder
             of ``stage3.npy``. What a zarr group has as attributes, ``NAME.json`` beside the array, or
             ``attributes.json`` in the folder, has, too. ``NAME.png`` beside the output shows the last of the stages.
-        stages: counted from 0.
+        stages: counted from 0, in any order.
         storage: a folder for tokens, from which a run that ended early is resumed; emptied when the output is written.
         attributes: what to store, beside stride and origin of the maps, and the image's logits and features.
+        overwrite: replace an earlier output. Folders that hold anything else are refused.
 
     The output appears when it is whole. What a process that was killed while it wrote has left of it is replaced.
     See :func:`stream` for the other arguments.
     """
-    output = Path(output)
-    check_output(output, stages, overwrite, image.file)
-    overwrite = _remove_unfinished(output) or overwrite
+    output, stages = Path(output), sorted(set(stages))
+    _remove_unfinished(output)
+    check_output(output, stages, overwrite, {"image": image.file})
+    if storage is not None:
+        _check_storage(output, Path(storage))
     work = Work(
         model.config, len(model.stages), image.shape[:2], dtype, torch.float32, tuple(stages), in_memory=storage is None
     )
@@ -73,9 +86,10 @@ def encode(
         streamed = stream(
             model, image, memory=memory, storage=folder, dtype=dtype, maps=stages, mean=mean, std=std, progress=progress
         )
-        check_output(output, stages, overwrite, image.file)
+        check_output(output, stages, overwrite, {"image": image.file})
         with _being_written(output):
-            _write_all(model, streamed, output, stages, attributes, overwrite)
+            with named_errors(output, REPEATED):
+                _write_all(model, streamed, output, stages, attributes)
             if folder is not None:
                 folder.close()
     return streamed
@@ -87,23 +101,23 @@ def _write_all(
     output: Path,
     stages: Sequence[int],
     attributes: Mapping[str, Any],
-    overwrite: bool,
 ) -> None:
-    """The maps with their attributes, and the picture."""
+    """The maps with their attributes, and the picture, in place of what :func:`check_output` lets be replaced."""
     maps = {f"stage{stage + 1}": streamed.maps[stage] for stage in stages}
     strides = [prod(stage.patch for stage in model.config.stages[: number + 1]) for number in stages]
     places = {name: {"stride": stride, "origin": [0, 0]} for name, stride in zip(maps, strides, strict=True)}
     logits = streamed.logits.tolist() if model.num_classes else []
     common = {**attributes, "logits": logits, "features": streamed.features.tolist()}
-    _write(output, maps, places, common, overwrite)
-    draw_map(maps[f"stage{max(stages) + 1}"], picture_path(output), overwrite=overwrite)
+    _write(output, maps, places, common)
+    draw_map(maps[f"stage{max(stages) + 1}"], picture_path(output), overwrite=True)
 
 
 # Before
 
 
-def check_output(output: Path, stages: Sequence[int], overwrite: bool = False, image: Path | None = None) -> None:
-    """Refuse an output that cannot be written, or would take the place of the image, before anything is computed."""
+def check_output(output: Path, stages: Sequence[int], overwrite: bool, inputs: Mapping[str, Path | None]) -> None:
+    """Refuse an output that cannot be written, or would take the place of an input or of anything that is no output,
+    before anything is computed."""
     if not stages:
         raise ValueError("no stages were requested; name at least one")
     if output.suffix == ".npy" and len(stages) > 1:
@@ -115,12 +129,47 @@ def check_output(output: Path, stages: Sequence[int], overwrite: bool = False, i
     parent = next(path for path in output.absolute().parents if path.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise OSError(f"{output} cannot be written: {parent} is {'read-only' if parent.is_dir() else 'no folder'}")
-    around = [] if image is None else [image, *image.absolute().parents, *image.resolve().parents]
+    for kind, file in inputs.items():
+        if file is not None and file.exists():
+            _check_spares(output, kind, file)
+    replaceable = _noted_as_new(output)
     for path in _paths(output):
-        if path.exists() and any(path.samefile(each) for each in around if each.exists()):
-            raise ValueError(f"{path} would overwrite the image {image}; choose another output")
-        if path.exists() and not (overwrite or _marker(output).exists()):
+        if os.path.lexists(path) and not (overwrite or ascii(path.name) in replaceable):
             raise FileExistsError(f"{path} exists; choose another output, or replace it with --overwrite")
+        _check_kind(path, output)
+
+
+def _check_spares(output: Path, kind: str, file: Path) -> None:
+    """Refuse an output that would take the place of an input, or of a folder that it is in."""
+    around = [file, *file.absolute().parents, *file.resolve().parents]
+    for path in _paths(output):
+        if path.exists() and any(path.samefile(each) for each in around):
+            raise ValueError(f"{path} would overwrite the {kind} {file}; choose another output")
+
+
+def _check_kind(path: Path, output: Path) -> None:
+    """Refuse to replace, in whatever case, what was not written here: a file by a folder, a folder by a file, and
+    folders in which anything else is."""
+    is_folder = path == output and output.suffix != ".npy"
+    if os.path.lexists(path) and path.is_dir() != is_folder:
+        is_what, instead = ("not a folder", "a folder") if is_folder else ("a folder", "a file")
+        raise ValueError(f"{path} is {is_what}, and {instead} cannot replace it; choose another output")
+    if is_folder and path.exists():
+        name = ZARR_NAME if output.suffix == ".zarr" else FOLDER_NAME
+        others = sorted(each.name for each in path.iterdir() if not re.fullmatch(name, each.name))
+        if others:
+            names = ", ".join(others[:NAMED]) + (f" and {len(others) - NAMED} more" if len(others) > NAMED else "")
+            raise ValueError(
+                f"{path} holds what 'vil encode' has not written ({names}), and is not replaced; choose another output"
+            )
+
+
+def _check_storage(output: Path, storage: Path) -> None:
+    """Refuse to keep tokens where the output is to be."""
+    inside = [storage.resolve(), *storage.resolve().parents]
+    for path in _paths(output):
+        if path.resolve() in inside:
+            raise ValueError(f"the tokens' folder {storage} is inside of the output {path}; choose another storage")
 
 
 def _paths(output: Path) -> list[Path]:
@@ -168,20 +217,26 @@ def _lock(output: Path) -> IO[str]:
 
 @contextmanager
 def _being_written(output: Path) -> Iterator[None]:
-    """Mark an output as unfinished meanwhile, and if that fails, from then on."""
-    with _lock(output):
+    """Mark an output as unfinished meanwhile, and if that fails, from then on; noting what of it did not exist."""
+    with _lock(output) as marker:
+        marker.writelines(f"{path.name!a}\n" for path in _paths(output) if not os.path.lexists(path))
+        marker.flush()
         yield
         _marker(output).unlink()
 
 
-def _remove_unfinished(output: Path) -> bool:
-    """Whether a process was killed while it wrote an output, whose temporary files are then deleted."""
-    if not _marker(output).exists():
-        return False
-    with _lock(output):
-        for path in _paths(output):
-            remove_temporaries(path)
-    return True
+def _noted_as_new(output: Path) -> list[str]:
+    """The names of what did not exist when a process began to write an output that it did not finish."""
+    marker = _marker(output)
+    return marker.read_text().splitlines() if marker.exists() else []
+
+
+def _remove_unfinished(output: Path) -> None:
+    """Delete the temporary files of a process that was killed while it wrote an output."""
+    if output.name and _marker(output).exists():
+        with _lock(output):
+            for path in _paths(output):
+                remove_temporaries(path)
 
 
 def _write(
@@ -189,22 +244,21 @@ def _write(
     maps: Mapping[str, Tensor],
     places: Mapping[str, Mapping[str, Any]],
     attributes: Mapping[str, Any],
-    overwrite: bool,
 ) -> None:
     """Maps with their places, and the attributes of all, by the kind of output."""
     if output.suffix == ".npy":
         ((name, tensor),) = maps.items()
-        _write_json(output.with_suffix(".json"), {**attributes, **places[name]}, overwrite)
-        with atomic_write(output, overwrite=overwrite) as path:
+        with atomic_write(output, overwrite=True, beside=(".json",)) as path:
+            _write_json(path.with_suffix(".json"), {**attributes, **places[name]})
             _write_npy(path, tensor)
         return
-    with atomic_folder(output, overwrite=overwrite) as folder:
+    with atomic_folder(output, overwrite=True) as folder:
         if output.suffix == ".zarr":
             _write_zarr(folder, maps, places, attributes)
             return
         for name, tensor in maps.items():
             _write_npy(folder / f"{name}.npy", tensor)
-        _write_json(folder / "attributes.json", {**attributes, "maps": places}, overwrite)
+        _write_json(folder / "attributes.json", {**attributes, "maps": places})
 
 
 def _write_zarr(
@@ -221,24 +275,27 @@ def _write_zarr(
         array = group.create_array(
             name, shape=tuple(tensor.shape), chunks=chunks, dtype=WRITTEN, attributes=dict(places[name])
         )
-        _copy(tensor, array)
+        for start, rows in _parts(tensor):
+            array[start : start + len(rows)] = rows
 
 
 def _write_npy(path: Path, tensor: Tensor) -> None:
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=WRITTEN, shape=tuple(tensor.shape))
-    _copy(tensor, array)
-    array.flush()
+    """Written, not mapped: a full disk is an error, but would end a process that writes to a map."""
+    header = {"descr": WRITTEN.str, "fortran_order": False, "shape": tuple(tensor.shape)}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for _, rows in _parts(tensor):
+            file.write(rows.data)
 
 
-def _copy(tensor: Tensor, array: Any) -> None:
-    """Some rows at a time, so that memory does not hold the map twice."""
+def _parts(tensor: Tensor) -> Iterator[tuple[int, np.ndarray]]:
+    """Some rows at a time with the number of the first, so that memory does not hold the map twice."""
     for start in range(0, len(tensor), CHUNK):
-        array[start : start + CHUNK] = tensor[start : start + CHUNK].float().numpy()
+        yield start, tensor[start : start + CHUNK].float().contiguous().numpy()
 
 
-def _write_json(path: Path, data: Mapping[str, Any], overwrite: bool) -> None:
-    with atomic_write(path, overwrite=overwrite) as temporary:
-        temporary.write_text(json.dumps(data, indent=2) + "\n")
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n")
 
 
 def draw_map(tensor: Tensor, path: Path, *, overwrite: bool = False) -> None:

@@ -14,10 +14,10 @@ import torch
 
 from ..errors import check_at_least
 from ..geometry import Grid, ceil_div
-from ..models.config import Full, Linformer, Longformer, ModelConfig, Performer, SpatialReduction
+from ..models.config import Linformer, Longformer, ModelConfig, Performer, SpatialReduction
 from ..models.vision_longformer import HIDDEN_NUMBERS
 
-STORAGE = "storage=FOLDER in Python, 'vil encode --storage FOLDER'"
+STORAGE = "storage=FOLDER in Python, --storage FOLDER of 'vil encode' and 'vil detect predict'"
 """How tokens are kept in files."""
 
 MOST_CHUNK_ROWS = 8
@@ -156,7 +156,7 @@ class Work:
             return attention.count_features(config.dim // config.heads)
         if isinstance(attention, SpatialReduction):
             return global_tokens + ceil_div(grid.height, attention.ratio) * ceil_div(grid.width, attention.ratio)
-        return global_tokens + (grid.tokens if isinstance(attention, Full) else 0)
+        return global_tokens
 
     def multiplications(self, step: Step, rows: int) -> int:
         """Of a pass over some rows of its map."""
@@ -196,7 +196,8 @@ class Work:
         if step.block or stage == 0 or before in self.kept:
             return step.block > 0
         target, source = (self.grids[each].width * self.config.stages[each].dim for each in (stage, before))
-        return target <= self.config.stages[stage].patch * source
+        fits = self.map_bytes(stage) <= self.map_bytes(before)  # not if padding makes its last row
+        return fits and target <= self.config.stages[stage].patch * source
 
     def disk_bytes(self) -> int:
         """Of all files that exist at a time: a map, what is made of it, and the maps that are kept."""

@@ -22,8 +22,8 @@ TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 TIFF_LAYOUTS = ("YX", "YXS", "SYX", "CYX")
 """Axes of one image, axes of length 1 left out: rows, columns, and channels as samples of a pixel or as planes."""
 
-COLOURS = {1: "grey", 2: "RGB"}
-"""TIFF's photometric interpretations whose numbers are brightnesses."""
+COLOURS = (1, 2)
+"""TIFF's photometric interpretations whose numbers are brightnesses: grey and RGB."""
 
 YCBCR, JPEG = 6, (6, 7)
 """A further interpretation, and the compressions whose decoder turns it into RGB."""
@@ -31,8 +31,14 @@ YCBCR, JPEG = 6, (6, 7)
 BITS = (8, 16)
 """Of a number in a TIFF: others are integers whose white is not known, or floating-point numbers."""
 
+WITHOUT_WHITE = "save it as uint8 or uint16, or pass a normalised array to vision_longformer.large.stream"
+"""What to do with a file of other numbers."""
+
 ORIENTATION = 274
 """The tag of a TIFF that says how it is to be turned: 1 not at all, 2 to 8 somehow."""
+
+KEPT_BYTES = 512 * 2**20
+"""A row of a zarr array's chunks that takes no more is kept until rows of another one are read."""
 
 ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
 """One of these is in every zarr folder."""
@@ -66,6 +72,8 @@ class LargeImage:
         if dtype.kind != "f" and dtype not in (np.uint8, np.uint16):
             raise ValueError(f"{self._name} is of {dtype}; give uint8, uint16 or floating-point numbers")
         self.shape = *shape[:2], channels
+        self._chunk_height = 0 if file is None else _chunk_height(rows)
+        self._chunk_row: tuple[int, np.ndarray] | None = None
 
     @property
     def identity(self) -> str:
@@ -75,6 +83,22 @@ class LargeImage:
     def __getitem__(self, rows: slice) -> np.ndarray:
         """Some rows, (n, width, channels)."""
         first, last, _ = rows.indices(self.shape[0])
+        if not self._chunk_height:
+            return self._read(first, last)
+        tops = range(first - first % self._chunk_height, last, self._chunk_height)
+        parts = [self._read_chunk_row(top)[max(first - top, 0) : last - top].copy() for top in tops]
+        if last == self.shape[0]:
+            self._chunk_row = None
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _read_chunk_row(self, top: int) -> np.ndarray:
+        """The rows of a row of chunks; those that were read last are in memory."""
+        if self._chunk_row is None or self._chunk_row[0] != top:
+            self._chunk_row = None
+            self._chunk_row = top, self._read(top, min(top + self._chunk_height, self.shape[0]))
+        return self._chunk_row[1]
+
+    def _read(self, first: int, last: int) -> np.ndarray:
         where = f"{self._name} at rows {first} to {last - 1}"
         try:
             part = np.asarray(self._rows[first:last])
@@ -94,6 +118,12 @@ class LargeImage:
             raise RowsError(
                 f"{where} cannot be read: the file has changed since it was opened; start again when it is complete"
             )
+
+
+def _chunk_height(rows: Any) -> int:
+    """Rows of a zarr array's chunks, if a row of chunks may be kept; otherwise, and for other files, 0."""
+    height = min(getattr(rows, "chunks", (0,))[0], rows.shape[0])
+    return height if height * prod(rows.shape[1:]) * rows.dtype.itemsize <= KEPT_BYTES else 0
 
 
 def _stamp(file: Path | None) -> tuple[int, int] | None:
@@ -117,7 +147,7 @@ def open_image(source: Any, channels: int = 3, *, level: int = 0, allow_large: b
 
     Args:
         source: a TIFF, zarr, .npy, JPEG or PNG file, or anything with ``shape`` and slicing by rows: (height, width,
-            channels), or (height, width) for grey.
+            channels), or (height, width) for grey. Files hold uint8 or uint16, arrays floating-point numbers, too.
         level: of a pyramid, 0 for the largest image.
         allow_large: decode JPEG and PNG of more pixels than ``data.images`` allows. They are decoded whole.
     """
@@ -128,7 +158,10 @@ def open_image(source: Any, channels: int = 3, *, level: int = 0, allow_large: b
         raise FileNotFoundError(f"there is no image file {path}")
     check_at_least("level", level, 0)
     try:
-        return LargeImage(_open(path, channels, level, allow_large), channels, path)
+        rows = _open(path, channels, level, allow_large)
+        if rows.dtype.kind == "f":
+            raise ValueError(f"{path} stores {rows.dtype.name} numbers; {WITHOUT_WHITE}")
+        return LargeImage(rows, channels, path)
     except (ValueError, MemoryError):
         raise
     except Exception as error:  # as above
@@ -231,7 +264,7 @@ class TiffRows:
             sizes = ", ".join("×".join(map(str, each.get_shape(squeeze=True))) for each in levels)
             raise ValueError(f"{path} has levels 0 to {len(levels) - 1} ({sizes}); level is {level}")
         _check_upright(path, levels[0].keyframe)
-        self._planes = _planes(path, levels[level], tifffile.TIFF.DECOMPRESSORS)
+        self._planes = _planes(path, self._file, levels[level], tifffile.TIFF.DECOMPRESSORS)
         page = self._planes[0].page.keyframe
         samples = page.samplesperpixel if page.planarconfig == 1 else 1
         self.shape = page.imagelength, page.imagewidth, samples * len(self._planes)
@@ -246,7 +279,7 @@ class TiffRows:
         """Rows of a plane, (n, width, samples)."""
         page = self._planes[number].page.keyframe
         samples = self.shape[2] // len(self._planes)
-        if page.is_contiguous:
+        if page.is_final:
             return self._read_stored(self._planes[number], start, stop, samples)
         part = np.empty((stop - start, self.shape[1], samples), self.dtype)
         needed: dict[tuple[int, int], np.ndarray] = {}
@@ -299,12 +332,14 @@ def _check_upright(path: Path, page: Any) -> None:
         )
 
 
-def _planes(path: Path, level: Any, decompressors: Any) -> list[_Plane]:
+def _planes(path: Path, file: Any, level: Any, decompressors: Any) -> list[_Plane]:
     """The planes of an image, after a check that it can be decoded."""
     axes = level.get_axes(squeeze=True)
     pages = [page for page in level.pages if page is not None]
     if axes not in TIFF_LAYOUTS or not pages:
         raise ValueError(f"{path} has axes {axes}; one image is asked for, with axes {', '.join(TIFF_LAYOUTS)}")
+    if any(page.parent is not file for page in pages):
+        raise ValueError(f"{path} is spread over several files; save it as one")
     key = pages[0].keyframe
     if key.compression not in decompressors:
         name = getattr(key.compression, "name", "unknown")
@@ -317,10 +352,7 @@ def _planes(path: Path, level: Any, decompressors: Any) -> list[_Plane]:
             f"{path} has numbers of kind {getattr(key.photometric, 'name', key.photometric)}; save it as grey or RGB"
         )
     if key.bitspersample not in BITS or key.dtype.kind != "u":
-        raise ValueError(
-            f"{path} stores {key.dtype.name} numbers of {key.bitspersample} bits; save it as uint8 or uint16, or pass "
-            "a normalised array to vision_longformer.large.stream"
-        )
+        raise ValueError(f"{path} stores {key.dtype.name} numbers of {key.bitspersample} bits; {WITHOUT_WHITE}")
     separate = key.samplesperpixel if key.planarconfig == 2 else 1
     planes = [_Plane(page, index) for page in pages for index in range(separate)]
     channels = 1 if axes == "YX" else level.get_shape(squeeze=True)[axes.index("S" if "S" in axes else "C")]

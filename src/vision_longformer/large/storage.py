@@ -16,9 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import first_line
-from ..files import atomic_write, lock_file, remove_temporaries
+from ..files import atomic_write, lock_file, named_errors, remove_temporaries
 from ..geometry import Grid
 from .memory import Step, Work, format_bytes
+
+RESUMED = "free some space and run the command again; it resumes"
+"""What to do when a disk is full."""
 
 
 class TokenMap:
@@ -57,16 +60,18 @@ class FileMap(TokenMap):
         return tokens
 
     def write(self, rows: range, tokens: Tensor) -> None:
-        self._seek(rows)
-        self._file.write(_bytes(tokens.to("cpu", self.dtype).contiguous()))
+        with named_errors(self.path, RESUMED):
+            self._seek(rows)
+            self._file.write(_bytes(tokens.to("cpu", self.dtype).contiguous()))
 
     def _seek(self, rows: range) -> None:
         self._file.seek(rows.start * self.grid.width * self.dim * self.dtype.itemsize)
 
     def flush(self) -> None:
         """Bring everything to the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with named_errors(self.path, RESUMED):
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def tensor(self) -> Tensor:
         """The map, (height, width, dim), memory-mapped."""
@@ -111,6 +116,9 @@ def token_folder(storage: str | Path | TokenFolder | None) -> Iterator[TokenFold
         yield storage
         return
     folder = TokenFolder(Path(storage))
+    existing = next(path for path in (folder.path, *folder.path.parents) if path.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(f"tokens cannot be kept in {folder.path}: {existing} is a file; give a folder")
     busy = f"another process keeps its tokens in {folder.path}; wait for it, or choose another folder"
     with lock_file(folder.path / LOCK, busy):
         remove_temporaries(folder.path / STATE)
@@ -192,9 +200,12 @@ class FileStorage(Storage):
                 f"{self.folder} holds the tokens of another model, image or setting; delete it or choose another folder"
             )
         present = {last, *(step for step in self.work.kept_steps if step < last)}
-        for path in map(self._path, present):
+        for step in present:
+            path, expected = self._path(step), self.work.map_bytes(step.stage)
             if not path.exists():
                 raise FileNotFoundError(f"{path}, which {STATE} names, is gone; delete {self.folder} and start again")
+            if (size := path.stat().st_size) != expected:
+                raise OSError(f"{path} has {size} bytes instead of {expected}; delete {self.folder} and start again")
         return Finished(last, {step: self._open(step, new=False) for step in present}, global_tokens)
 
     def target(self, step: Step) -> TokenMap:
