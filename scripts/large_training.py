@@ -77,7 +77,7 @@ def largest_side(first: tuple[int, int], second: tuple[int, int], limit: int) ->
 def find_largest(memory: str, server: ForkServer) -> None:
     limit, free = parse_bytes(memory), free_memory(torch.device("cpu"))
     if free < limit:
-        sys.exit(f"{format_bytes(free)} are free; {memory} must be, so that the step does not end other processes")
+        sys.exit(f"{format_bytes(free)} is free; {memory} must be, so that the step does not end other processes")
     measured = [(side, measure(server, side)) for side in SMALL_SIDES]
     while True:
         fitting = max((side for side, peak in measured if peak <= limit), default=0)

@@ -203,7 +203,7 @@ def test_images_that_would_not_fit_are_not_tried(workers: type[FakeWorkers], mon
     *_, made = run("large", {"large": [group]}, Options(), budget=90.0)
     small, large = made.groups[0].rows
     assert (small.memory or {})["extra"] == 5
-    assert large.reasons == ["would need about 20.5 GB, more than 85% of the 22.0 GB that are free"]
+    assert large.reasons == ["would need about 20.5 GB, more than 85% of the 22.0 GB that is free"]
     assert large.time == {}
     assert made.settings["allocators"] == ("default",)
     assert {budget.min_rounds for _, _, budget in workers.requests if budget} == {3}

@@ -171,7 +171,7 @@ def make_folder(path: str, *names: str) -> None:
         (Path(path) / name).write_text("mine")
 
 
-HOLDS = "holds what 'vil encode' has not written"
+HOLDS = "holds files that 'vil encode' did not write"
 
 FOREIGN: list[tuple[str, Callable[[], Any], str]] = [
     ("x", lambda: make_folder("x", "stage1.npy", "notes.txt"), f"x {HOLDS} (notes.txt), and is not replaced"),
@@ -211,7 +211,7 @@ def test_a_link_is_replaced_but_not_what_it_leads_to(folder: Path) -> None:
 @pytest.mark.parametrize("storage", ["x", "x/tokens", "y/../x/a/b"])
 def test_tokens_are_not_kept_in_the_output(folder: Path, capsys: pytest.CaptureFixture[str], storage: str) -> None:
     Path("y").mkdir()
-    sentence = f"the tokens' folder {storage} is inside of the output x; choose another storage"
+    sentence = f"{storage}, the folder for tokens, would be inside the output x; choose another one"
     assert mistake(capsys, "--output", "x", "--storage", storage) == sentence
     assert {path.name for path in folder.iterdir()} == GIVEN | {"y"}
 
@@ -341,7 +341,7 @@ def test_refused_before_the_run(
     too_small = mistake(capsys, *both, "--memory", "1KB")
     assert "1MB of memory is too little for an image of 41×27; at least 25MB is needed, 1MB of it" in too_small
     assert "x/y.npy cannot be written: " in mistake(capsys, "--output", "image.png/x/y.npy")
-    assert ". is no name of an output; give NAME.zarr, NAME.npy or a folder" in mistake(capsys, "--output", ".")
+    assert ". is not a name for an output; give NAME.zarr, NAME.npy or a folder" in mistake(capsys, "--output", ".")
     assert "nothing; weights that are built in are" in _of_model(capsys, "nothing")
     monkeypatch.setitem(sys.modules, "zarr", None)
     assert "x.zarr needs the package zarr; install it with: pip install" in mistake(capsys, *both)
@@ -360,7 +360,7 @@ def test_no_room(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     both = ("--output", "x.zarr", "--stages", "1,2", "--overwrite")
     for extra, needed in [((), first + second), (("--storage", "tokens"), first + second + 2 * first)]:
         monkeypatch.setattr(shutil, "disk_usage", lambda path, needed=needed: USAGE(0, 0, needed - 1))
-        assert "x.zarr needs 1MB on its disk while it is made, but 1MB are free" in mistake(capsys, *both, *extra)
+        assert "x.zarr needs 1MB on its disk while it is made, but only 1MB is free" in mistake(capsys, *both, *extra)
         assert not Path("tokens").exists()
         monkeypatch.setattr(shutil, "disk_usage", lambda path, needed=needed: USAGE(0, 0, needed))
         encode(*both, *extra)

@@ -240,7 +240,7 @@ def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch:
     """A map of 21×14 tokens of 8 numbers in float64 and its copy are 2·21·14·8·8 bytes."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 2 * 21 * 14 * 64 - 1))
-    with pytest.raises(OSError, match=r"needs 1MB for tokens, but 1MB are free; use another disk$"):
+    with pytest.raises(OSError, match=r"needs 1MB for tokens, but only 1MB is free; use another disk$"):
         stream(model_of(longformer()), IMAGE, rows=2, storage=tmp_path)
     assert not tmp_path.exists()  # as nothing is in it
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 2 * 21 * 14 * 64))

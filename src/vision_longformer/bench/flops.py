@@ -81,7 +81,7 @@ class Limits:
         free = free_memory(self.device)
         if expected <= FREE_PART * free:
             return None
-        limit = f"{FREE_PART:.0%} of the {free / 1e9:.1f} GB that are free"
+        limit = f"{FREE_PART:.0%} of the {free / 1e9:.1f} GB that is free"
         return f"would need about {expected / 1e9:.1f} GB, more than {limit}"
 
     def temporary_bytes(self, case: Case) -> float:

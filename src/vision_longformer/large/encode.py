@@ -35,7 +35,7 @@ FOLDER_NAME, ZARR_NAME = r"stage\d+\.npy|attributes\.json", r"stage\d+|zarr\.jso
 """Patterns of the names in a folder of arrays and in a zarr group that are written here."""
 
 NAMED = 3
-"""Names of other files that are told."""
+"""Names of other files that an error lists."""
 
 REPEATED = "free some space and run the command again; with --storage it resumes"
 """What to do when the disk is full."""
@@ -116,8 +116,8 @@ def _write_all(
 
 
 def check_output(output: Path, stages: Sequence[int], overwrite: bool, inputs: Mapping[str, Path | None]) -> None:
-    """Refuse an output that cannot be written, or would take the place of an input or of anything that is no output,
-    before anything is computed."""
+    """Refuse, before anything is computed, an output that cannot be written, or that would replace an input or anything
+    that is not an output."""
     if not stages:
         raise ValueError("no stages were requested; name at least one")
     if output.suffix == ".npy" and len(stages) > 1:
@@ -125,10 +125,10 @@ def check_output(output: Path, stages: Sequence[int], overwrite: bool, inputs: M
     if output.suffix == ".zarr" and find_spec("zarr") is None:
         raise ValueError(f"{output} needs the package zarr; install it with: pip install 'vision-longformer[large]'")
     if not output.name:
-        raise ValueError(f"{output} is no name of an output; give NAME.zarr, NAME.npy or a folder")
+        raise ValueError(f"{output} is not a name for an output; give NAME.zarr, NAME.npy or a folder")
     parent = next(path for path in output.absolute().parents if path.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
-        raise OSError(f"{output} cannot be written: {parent} is {'read-only' if parent.is_dir() else 'no folder'}")
+        raise OSError(f"{output} cannot be written: {parent} is {'read-only' if parent.is_dir() else 'not a folder'}")
     for kind, file in inputs.items():
         if file is not None and file.exists():
             _check_spares(output, kind, file)
@@ -148,8 +148,8 @@ def _check_spares(output: Path, kind: str, file: Path) -> None:
 
 
 def _check_kind(path: Path, output: Path) -> None:
-    """Refuse to replace, in whatever case, what was not written here: a file by a folder, a folder by a file, and
-    folders in which anything else is."""
+    """Refuse, also when overwriting, to replace a file by a folder, a folder by a file, or a folder that holds anything
+    that was not written here."""
     is_folder = path == output and output.suffix != ".npy"
     if os.path.lexists(path) and path.is_dir() != is_folder:
         is_what, instead = ("not a folder", "a folder") if is_folder else ("a folder", "a file")
@@ -160,7 +160,8 @@ def _check_kind(path: Path, output: Path) -> None:
         if others:
             names = ", ".join(others[:NAMED]) + (f" and {len(others) - NAMED} more" if len(others) > NAMED else "")
             raise ValueError(
-                f"{path} holds what 'vil encode' has not written ({names}), and is not replaced; choose another output"
+                f"{path} holds files that 'vil encode' did not write ({names}), so it is not replaced; choose another "
+                "output"
             )
 
 
@@ -169,7 +170,7 @@ def _check_storage(output: Path, storage: Path) -> None:
     inside = [storage.resolve(), *storage.resolve().parents]
     for path in _paths(output):
         if path.resolve() in inside:
-            raise ValueError(f"the tokens' folder {storage} is inside of the output {path}; choose another storage")
+            raise ValueError(f"{storage}, the folder for tokens, would be inside the output {path}; choose another one")
 
 
 def _paths(output: Path) -> list[Path]:
@@ -193,8 +194,8 @@ def _check_room(output: Path, work: Work, storage: Path | None) -> None:
         free += token_file_bytes(storage)
     if needed > free:
         raise OSError(
-            f"{output} needs {format_bytes(needed)} on its disk while it is made, but {format_bytes(free)} are free; "
-            "use another disk, or ask for fewer stages"
+            f"{output} needs {format_bytes(needed)} on its disk while it is made, but only {format_bytes(free)} is "
+            "free; use another disk, or ask for fewer stages"
         )
 
 

@@ -236,6 +236,6 @@ class FileStorage(Storage):
         free += token_file_bytes(self.folder)
         if needed > free:
             raise OSError(
-                f"{self.folder} needs {format_bytes(needed)} for tokens, but {format_bytes(free)} are free; "
+                f"{self.folder} needs {format_bytes(needed)} for tokens, but only {format_bytes(free)} is free; "
                 "use another disk"
             )
