@@ -174,11 +174,11 @@ def make_folder(path: str, *names: str) -> None:
 HOLDS = "holds files that 'vil encode' did not write"
 
 FOREIGN: list[tuple[str, Callable[[], Any], str]] = [
-    ("x", lambda: make_folder("x", "stage1.npy", "notes.txt"), f"x {HOLDS} (notes.txt), and is not replaced"),
-    ("x", lambda: make_folder("x", *"edcba"), f"x {HOLDS} (a, b, c and 2 more), and is not replaced"),
-    ("x", lambda: make_folder("x", ".git"), f"x {HOLDS} (.git), and is not replaced"),
-    ("x.zarr", lambda: make_folder("x.zarr", "stage1.npy"), f"x.zarr {HOLDS} (stage1.npy), and is not replaced"),
-    ("x.zarr", lambda: make_folder("x.zarr", "zarr.json", "0"), f"x.zarr {HOLDS} (0), and is not replaced"),
+    ("x", lambda: make_folder("x", "stage1.npy", "notes.txt"), f"x {HOLDS} (notes.txt), so it is not replaced"),
+    ("x", lambda: make_folder("x", *"edcba"), f"x {HOLDS} (a, b, c and 2 more), so it is not replaced"),
+    ("x", lambda: make_folder("x", ".git"), f"x {HOLDS} (.git), so it is not replaced"),
+    ("x.zarr", lambda: make_folder("x.zarr", "stage1.npy"), f"x.zarr {HOLDS} (stage1.npy), so it is not replaced"),
+    ("x.zarr", lambda: make_folder("x.zarr", "zarr.json", "0"), f"x.zarr {HOLDS} (0), so it is not replaced"),
     ("x", lambda: Path("x").write_text("mine"), "x is not a folder, and a folder cannot replace it"),
     ("x", lambda: Path("x").symlink_to("nothing"), "x is not a folder, and a folder cannot replace it"),
     ("x.npy", lambda: make_folder("x.npy"), "x.npy is a folder, and a file cannot replace it"),

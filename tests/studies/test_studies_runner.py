@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import submitit  # noqa: F401  # it closes all log handlers when first imported, and absl's closes a captured stderr
 import torch
 import yaml
 from study_builders import SHORT, make_result, make_study, write_arrays
@@ -565,7 +566,6 @@ def _wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> No
 @pytest.mark.slow
 def test_through_submitit(tmp_path: Path) -> None:
     """Its executor for this machine pickles the jobs and runs them in processes of its own, as Slurm would."""
-    pytest.importorskip("submitit")
     study = make_study(Row("usual")).with_data(str(write_arrays(tmp_path)))
     submit = runner.slurm_executor(tmp_path / "slurm", {"timeout_min": 5}, cluster="local")
     runs, store = plan(study, "small", 1, ResultStore()), ResultStore()
@@ -578,7 +578,6 @@ def test_slurm_is_asked_for_and_its_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing runs where Slurm is not, or where an option is wrong; a listing needs no Slurm."""
-    pytest.importorskip("submitit")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     command = ["study", str(_file(tmp_path, {"name": "a"})), "--seeds", "1", "--executor", "slurm"]
